@@ -67,6 +67,7 @@ _CHAPTERS = {
         "GeneratorBusyError",
         "OptionValueError",
         "PoolError",
+        "RanksError",
         "PromptError",
         "PromptsTypeError",
         "TokenizerError",

@@ -114,6 +114,10 @@ class PoolError(BatchLLMError, RuntimeError):
     """All processes of a ``GeneratorPool`` are gone, or hold different models; or ranks differ, or one has failed."""
 
 
+class RanksError(BatchLLMError, RuntimeError):
+    """Ranks that run one model together were given different things to do, or one of them has failed."""
+
+
 class CacheMemoryError(BatchLLMError, MemoryError):
     """Too little memory is free for the smallest useful KV cache."""
 

@@ -378,7 +378,7 @@ class BatchGenerator:
     @contextmanager
     def _taking(self, turn: Turn) -> Iterator[Call]:
         self._refuse_if_closed()
-        with self._turns.take(turn, self._new_call) as call:
+        with self._turns.take(turn, self._new_call) as call, self.architecture.ranks.failing_together():
             yield call
 
     def _new_call(self, **of_several: Any) -> Call:

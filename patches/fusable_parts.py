@@ -19,6 +19,7 @@ from .fused_families import FAMILIES, Family
 from .fused_mixers import PROJECTIONS, why_not_mixer
 from .merged_weights import why_not_merge, why_not_used
 from .module_types import Attention, Decoder, DecoderLayer, Mlp
+from .sharded_modules import local
 from .unmodified import is_class, is_compiled, is_function, why_not_linear, why_not_own, why_not_plain
 
 NORMS, ATTENTION, MIXER, MLP = "norms", "attention", "mixer", "MLP"
@@ -241,7 +242,8 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
     why = _why_not_linears(layer, ATTENTION, family.projections(attention), uses)
     if why is not None:
         return why
-    rows = [linear.out_features for linear in layer.linears(ATTENTION)]
+    linears = layer.linears(ATTENTION)
+    rows = [linear.out_features if len(linears) == 1 else len(local(linear.weight)) for linear in linears]
     heads, kv_heads = heads_of(attention, family)
     of_v = 0 if len(rows) == 2 else kv_heads
     of_q = 2 * heads if family.gated else heads
@@ -261,7 +263,8 @@ def heads_of(attention: Attention, family: Family) -> tuple[int, int]:
         heads: int = attention.config.num_attention_heads
         return heads, attention.num_key_value_heads
     rows_of_a_head = 2 * attention.head_dim if family.gated else attention.head_dim
-    return attention.q_proj.out_features // rows_of_a_head, attention.k_proj.out_features // attention.head_dim
+    q_rows, k_rows = len(local(attention.q_proj.weight)), len(local(attention.k_proj.weight))
+    return q_rows // rows_of_a_head, k_rows // attention.head_dim
 
 
 def _why_not_mlp(layer: Layer, uses: Counter[int]) -> str | None:

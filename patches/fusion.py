@@ -39,6 +39,7 @@ from .fused_gemma4 import gemma4_layer_forward
 from .fused_mixers import MixerKernels, mixer_forward
 from .gated_norms import GatedNorm, gated_norm_forward, gated_norms
 from .merged_weights import merge, merged, unmerge
+from .sharded_modules import local
 from .unmodified import hook_dicts
 
 _LAYER_FORWARDS = {"usual": layer_forward, "gemma4": gemma4_layer_forward}
@@ -261,7 +262,8 @@ class FusedLayers:
         for norm in norms:
             if norm.why_not is None and norm.module not in replaced:  # otherwise its mixer's forward is not its own
                 self._make_gated_norm(norm)
-        self._own = [module.__dict__ for module in self._bypassed]
+        # A forward that is there already is one of transformers' that a sharded module has.
+        self._own = [(module.__dict__, module.__dict__.get("forward")) for module in self._bypassed]
         self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]
         self._hooks_seen = sum(map(len, self._hooks))
         self.version += 1
@@ -349,11 +351,12 @@ class FusedLayers:
         return (
             any(children.get(name) is not child for children, name, child in self._places)
             or any("forward" in own for own, _ in self._forwards)
-            or any("forward" in own or own.get("_compiled_call_impl") is not None for own in self._own)
+            or any(own.get("forward") is not was for own, was in self._own)
+            or any(own.get("_compiled_call_impl") is not None for own, _ in self._own)
             or any(_address(parameters.get(name)) != at for parameters, name, at in self._addresses)
             or sum(map(len, self._hooks)) != self._hooks_seen
         )
 
 
 def _address(parameter: torch.Tensor | None) -> int | None:
-    return None if parameter is None else parameter.data_ptr()
+    return None if parameter is None else local(parameter).data_ptr()

@@ -16,6 +16,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from .sharded_modules import is_rows_of_it, local
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # From each part's address to the memory that contains it.
 _parts: dict[int, StorageWeakRef] = {}
@@ -23,17 +25,19 @@ _parts: dict[int, StorageWeakRef] = {}
 
 def why_not_used(parameter: torch.Tensor) -> str | None:
     """Why a kernel cannot read the weight outside its module, in words that follow "it"; None if it can."""
-    if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+    if not _is_plain(parameter):
         return "is sharded or quantised"
     return None if parameter.dtype in _DTYPES else f"is {str(parameter.dtype).removeprefix('torch.')}"
 
 
 def why_not_merge(parameters: Sequence[torch.Tensor]) -> str | None:
     """Why these weights cannot be merged, in words that follow "they"; None if they can."""
+    if not all(map(_is_plain, parameters)):
+        return "are sharded or quantised"
+    cut_out = [local(each) is not each for each in parameters]  # when they were loaded, of the whole weight
+    parameters = [local(each) for each in parameters]
     first = parameters[0]
-    for each in parameters:
-        if type(each) is not nn.Parameter or type(each.data) is not torch.Tensor:
-            return "are sharded or quantised"
+    for each, may_be_a_view in zip(parameters, cut_out, strict=True):
         if each.dtype not in _DTYPES:
             return f"are {str(each.dtype).removeprefix('torch.')}"
         if (each.dtype, each.device) != (first.dtype, first.device):
@@ -42,7 +46,8 @@ def why_not_merge(parameters: Sequence[torch.Tensor]) -> str | None:
             return "do not take the same input"
         if each.is_inference():
             return "were made in inference mode"
-        if not each.is_contiguous() or each.untyped_storage().nbytes() != each.nbytes:
+        whole = may_be_a_view or each.untyped_storage().nbytes() == each.nbytes
+        if not each.is_contiguous() or not whole:
             return "are views of a larger tensor"
     if len({id(each) for each in parameters}) < len(parameters):
         return "are tied to each other"
@@ -51,8 +56,16 @@ def why_not_merge(parameters: Sequence[torch.Tensor]) -> str | None:
     return None
 
 
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """A Parameter as PyTorch makes it, or one of which this process has some rows."""
+    if local(parameter) is not parameter:
+        return is_rows_of_it(parameter)
+    return type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor
+
+
 def merged(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:  # [sum of rows, ...]
     """All of them as one tensor, if they lie end to end."""
+    parameters = [local(each) for each in parameters]
     whole = _whole(parameters[0])
     at = parameters[0].data_ptr()
     for each in parameters:
@@ -72,6 +85,7 @@ def merged(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:  # [sum o
 
 def merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:  # [sum of rows, ...]
     """Lay them end to end. Interrupted half-way, each keeps its values, in its new place or in its old one."""
+    parameters = [local(each) for each in parameters]
     for address in [address for address, whole in _parts.items() if whole.expired()]:
         del _parts[address]
     with torch.no_grad(), torch.inference_mode(False):
@@ -89,8 +103,9 @@ def unmerge(parameter: torch.Tensor) -> bool:
 
     It stays where it is if something else holds the memory, too (a state_dict() that is kept): the owner made that tie.
     """
-    if type(parameter) is not nn.Parameter or _whole(parameter) is None or _is_held_elsewhere(parameter):
+    if not _is_plain(parameter) or _whole(local(parameter)) is None or _is_held_elsewhere(local(parameter)):
         return False
+    parameter = local(parameter)
     with torch.no_grad(), torch.inference_mode(False):
         parameter.data = parameter.detach().clone()
     return True

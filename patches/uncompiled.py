@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from .autocast_around import past_autocast
+from .sharded_modules import has_sharded_forward
 from .unmodified import code_home, is_compiled
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"
@@ -72,9 +73,12 @@ def every_module(model: nn.Module) -> list[nn.Module]:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The ``forward`` set on a module itself, past ``torch.compile`` and trainers; None if it is that of its class."""
+    """The ``forward`` set on a module itself, past ``torch.compile`` and trainers; None if it is that of its class.
+
+    One that transformers puts around it where weights are sharded is no other: all ranks together do what it says.
+    """
     forward = module.__dict__.get("forward")
-    if forward is None:
+    if forward is None or has_sharded_forward(module):
         return None
     original: Any = past_trainers(_uncompiled(forward))
     if is_compiled(module):

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from .sharded_modules import gives_its_part, has_sharded_forward
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COMPILED = "torch._dynamo.eval_frame", "OptimizedModule"
 # The module of transformers' hooks that collect hidden states on request. Once installed they stay, and do nothing.
@@ -59,8 +61,9 @@ def why_not_own(module: nn.Module | None, home: str, name: str) -> str | None:
         return "is compiled"
     if "_hf_hook" in module.__dict__:
         return "has a hook of accelerate's"
-    if "forward" in module.__dict__:
-        return "has a forward of its own"
+    if "forward" in module.__dict__ and not gives_its_part(module):
+        sharded = has_sharded_forward(module)
+        return "is sharded, and shares its work in a way of its own" if sharded else "has a forward of its own"
     if not is_function(type(module).forward, home, f"{name}.forward"):
         return f"is a {name} whose forward has been replaced"
     return None

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support_families import build
-from support_quick_python import run
+from support_ranks import run_ranks
 
 from hf_batchllm import BatchGenerator, ConfigError, RankGenerator, run_file
 from hf_batchllm.errors import OutputBusyError
 from hf_batchllm.files.store.locks import lock
 
 pytestmark = pytest.mark.xdist_group("pool_ranks")  # which share what two ranks found
-HERE = Path(__file__).parent
+SCRIPT = "rank_script.py"
 GOOD = ("same_answers", "same_scores", "a_seed_for_all", "bad_prompts", "too_long_for_memory", "one_has_all_the_work")
 MORE = ("a_file", "on_the_first_alone", "many_calls", "other_prompts", "other_weights", "other_options", "one_fails")
 LAST = (
@@ -26,44 +23,15 @@ LAST = (
 )
 
 
-# As ``python -m torch.distributed.run``, which itself and whose ranks have PyTorch and the library from their start.
-LAUNCH = """
-from support_quick_python import QuickPython
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-from torch.distributed.run import main
-subprocess_handler.Popen = QuickPython
-main()
-"""
-
-
-def run_ranks(folder: Path, count: int, *cases: str) -> list[dict[str, Any]]:
-    """What each rank found."""
-    command = [sys.executable, "-c", LAUNCH, "--standalone", "--nproc-per-node", str(count)]
-    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = run(
-        [*command, str(HERE / "rank_script.py"), str(folder), *cases],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    found = [folder / str(rank) for rank in range(count)]
-    assert any(each.exists() for each in found), ended.stderr[-3000:]
-    last = {case for case in cases if case != "one_is_gone"}
-    answers = [pickle.loads(each.read_bytes()) if each.exists() else {} for each in found]
-    assert all(last <= each.keys() for each in answers), (answers, ended.stderr[-3000:])
-    return answers
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(tmp_path_factory.mktemp("two"), 2, *GOOD, *MORE, *LAST)
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("two"), 2, *GOOD, *MORE, *LAST)
 
 
 def test_answers_are_those_of_one_process(two: list[dict[str, Any]], tmp_path: Path) -> None:
     report = two[0]["same_answers"]
     assert "rank 0: " in report and "rank 1: " in report and "s of sending" in report
-    three = run_ranks(tmp_path, 3, "without_a_group", "same_answers", "one_has_all_the_work")
+    three = run_ranks(SCRIPT, tmp_path, 3, "without_a_group", "same_answers", "one_has_all_the_work")
     assert [each["without_a_group"] for each in three] == [True] * 3
     assert "rank 2: " in three[2]["same_answers"] and len(three[0]["one_has_all_the_work"]) == 3
 

@@ -77,7 +77,8 @@ class Call:
         self._notices = notices
         self._use = ModelInUse(model, architecture, config, fusion, notices)
         self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
-        self._began = began or time.time()  # the same moment, as ``generate`` measures ``max_time``
+        self._ranks = architecture.ranks
+        self._began = self._ranks.latest(began or time.time())  # the same moment, as ``generate`` measures ``max_time``
         self._stage = Stage.NEW
         self._adapters: AdapterTurns | None = None
         self._wiring: Wiring | None = None
@@ -92,6 +93,7 @@ class Call:
         self.job = job
         self.outputs = outputs
         self.timekeeper.switch("planning")
+        self._must_agree()
         self._kv.start()
         self._use.check()
         self._plan_it()
@@ -104,6 +106,13 @@ class Call:
         self.timekeeper.switch("setup")
         self._wire()
         self.timekeeper.switch("outside")  # results that are known already, a progress bar
+
+    def _must_agree(self) -> None:
+        """Of ranks that run the model together each has to be asked for the same."""
+        job = self.job
+        self._ranks.must_agree("prompts", (prompt.keys.tobytes() + repr(prompt.key).encode() for prompt in job.prompts))
+        asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop
+        self._ranks.must_agree("options", [repr(asked).encode()])
 
     def _plan_it(self) -> None:
         job = self.job
@@ -234,9 +243,11 @@ class Call:
         self._stage = Stage.RUNNING
         self.timekeeper.start(self.cache)
         assert self._adapters is not None
-        for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
-            self._start(requests, turn)
-            yield from self.engine.run(watch) if self.job.feed is None else self._fed(self.job.feed, watch)
+        with self._ranks.interrupts() as meet:
+            self.engine.meet = meet if self._ranks.size > 1 else None
+            for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
+                self._start(requests, turn)
+                yield from self.engine.run(watch) if self.job.feed is None else self._fed(self.job.feed, watch)
         if any(not request.done for request in self.answers):
             raise RuntimeError(
                 f"{scheduler_name(self.engine.scheduler)} ended the call before every request had finished"
@@ -388,7 +399,7 @@ class Call:
             self.answers,
             to_compute,
             saving,
-            wanted,
+            wanted if self._ranks.leads else False,
             self._step_costs,
             rows=usual_rows(len(self.answers), self.cache.num_pages, self.plan.pages_at_once),
             scores=None if counts is None else counts.scores,

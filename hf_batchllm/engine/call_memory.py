@@ -46,7 +46,8 @@ class CallMemory:
         """The most tokens of a step."""
         budget = self._config.max_batch_tokens
         if budget is None:
-            budget = tokens_in_a_step(self._use.model, self._use.device, self._kv.within_reach())
+            ranks = self._use.architecture.ranks
+            budget = ranks.least(tokens_in_a_step(self._use.model, self._use.device, self._kv.within_reach()))
         config, job = self._config, self._job
         in_order = config.scheduler == "groups" and not config.keep_prefixes and job.adapters is None
         most = self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ..config import BatchConfig
 from ..errors import CacheMemoryError
 from ..model.architecture import Architecture
-from ..model.device_memory import DeviceMemory, device_memory, is_out_of_memory
+from ..model.device_memory import DeviceMemory, SharedMemory, device_memory, is_out_of_memory
 from ..model.kv_storage import KVStorage, kv_dtype
 from ..notices import Notices
 from ..planning.paged_cache import PagedCache
@@ -39,7 +40,7 @@ class KVMemory:
         self._config = config
         self._notices = notices
         self._computed_with: ComputedWith | None = None  # what the cache holds; only where prefixes are kept
-        self.memory: DeviceMemory = device_memory(architecture.device)
+        self.memory: DeviceMemory = self._device_memory()
         self.rehearsals = Rehearsals(model, config)
         self._beside: int | None = None  # bytes to leave to the call's steps, if known
         self._results = 0  # bytes to leave to tensors that the call hands out
@@ -69,8 +70,12 @@ class KVMemory:
 
     def start(self) -> None:
         """A call begins."""
-        self.memory = device_memory(self.architecture.device)
+        self.memory = self._device_memory()
         self.memory.start()
+
+    def _device_memory(self) -> DeviceMemory:
+        own, ranks = device_memory(self.architecture.device), self.architecture.ranks
+        return own if ranks.size == 1 else SharedMemory(own, ranks)
 
     def open(
         self, wanted: Room, needed: Room, beside: Callable[[int], int | None], results: int = 0, depth: int = 0
@@ -132,6 +137,11 @@ class KVMemory:
 
     def settle(self) -> None:
         """A call has ended well: keep the pages of kept prefixes, free the others."""
+        self._settle()
+        if self.architecture.ranks.any(self.cache is None):
+            self.clear()  # what one rank has not kept is of no use to the others
+
+    def _settle(self) -> None:
         if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
             self.clear()
             return
@@ -170,6 +180,7 @@ class KVMemory:
         except Exception as error:  # copies of weights that do not lie in order
             if not is_out_of_memory(error):
                 raise
+        holds = not self.architecture.ranks.any(not holds)
         if self.cache is not None and not holds:
             self.cache.forget_kept()
             self.clear()
@@ -338,13 +349,26 @@ class KVMemory:
         if not self.memory.taken_at_once:
             return  # a CPU hands out memory only when it is written to
         device = self.architecture.device
-        dtype = kv_dtype(self._model, device)
-        storage.reserve(self.architecture.attention, dtype, device, self.architecture.states)
+        dtype, architecture = kv_dtype(self._model, device), self.architecture
+        self._on_all_ranks(lambda: storage.reserve(architecture.attention, dtype, device, architecture.states))
+
+    def _on_all_ranks(self, take: Callable[[], None]) -> None:
+        """Memory that one rank has not is of no use to the others."""
+        failed: Exception | None = None
+        try:
+            take()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = error
+        if self.architecture.ranks.any(failed is not None):
+            raise failed or torch.OutOfMemoryError("another rank that runs this model has no memory for its part")
 
     def _grow(self, room: Room, needed: Room) -> None:
         assert self.cache is not None and self.storage is not None
         try:
-            self.storage.grow(*room)  # first: it may run out of memory
+            storage = self.storage
+            self._on_all_ranks(lambda: storage.grow(*room))  # first: it may run out of memory
         except Exception as error:
             if not (self.memory.taken_at_once and is_out_of_memory(error)):
                 raise

@@ -13,6 +13,7 @@ import torch
 
 from ..model.batch import BatchBuilder, ModelBatch
 from ..model.runner import ModelRunner
+from ..model.tensor_ranks import TensorRanks
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
@@ -61,7 +62,9 @@ class AtOnce:
         sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
         timekeeper: Timekeeper,
         may_pick_again: Callable[[Sequence[Request]], bool] = lambda _: True,
+        ranks: TensorRanks | None = None,
     ) -> None:
+        self._ranks = ranks or TensorRanks()
         self.runner = runner
         self.sampler = sampler
         self.timekeeper = timekeeper
@@ -76,6 +79,7 @@ class AtOnce:
             self.timekeeper.switch("tokens")
             with self.runner.adapted():
                 tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
+            tokens = self._ranks.of_first(tokens)
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
 
     def tokens_were_seen(self) -> None:
@@ -125,6 +129,8 @@ class Engine:
         self.depth = depth if scheduler.runs_ahead else 1
         # Of bursts, one runs and one waits for its turn: with more, tokens would only be seen later.
         self.flights = 2 if launcher.most_times > 1 else depth
+        # Called before each step with what it is, where several ranks run the model together.
+        self.meet: Callable[[int], None] | None = None
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0  # run for requests that had ended before
@@ -140,6 +146,8 @@ class Engine:
                 # These go first: nothing is launched before, but for a step that has begun in parts.
                 late = [] if self.smaller.waiting else self.endings.late()
                 step = None if late else self._next(must_wait=bool(flights))
+                if self.meet is not None:
+                    self.meet(len(late) if step is None else step.number())
                 finished: list[Request] = []
                 if step is not None:
                     self._try(step, flights)

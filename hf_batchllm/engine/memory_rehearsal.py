@@ -141,6 +141,8 @@ class Rehearsals:
         if key in self._unknown:
             return None
         found = _rehearsed(runner, backend.storage, step, memory)
+        if found is not None:
+            found = architecture.ranks.most(found)
         if not backend.does_all:
             found = None  # some layers run in plain PyTorch, whose memory depends on the sequences
         if cast is None:  # autocast keeps copies of weights until its block ends; the next block makes them again

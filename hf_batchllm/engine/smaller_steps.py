@@ -30,6 +30,9 @@ class SmallerSteps:
     ``carries_states``: whether the model has layers that carry a state from token to token. A step that failed half-way
     has moved some of them on, so it is not run again. And a unit does not run beside the one whose state it begins
     with: the schedulers here see to that, others need not.
+
+    ``alone``: whether no other rank has a part of the model. Others are in the midst of a step that one has no memory
+    for, so it cannot run again.
     """
 
     def __init__(
@@ -39,7 +42,9 @@ class SmallerSteps:
         page_size: int,
         notices: Notices,
         carries_states: bool = False,
+        alone: bool = True,
     ) -> None:
+        self._alone = alone
         self._carries_states = carries_states
         self._scheduler = scheduler
         self._device = device
@@ -91,6 +96,8 @@ class SmallerSteps:
         why_not = "a logits processor that may keep state had been called" if not may_repeat() else ""
         if self._carries_states:
             why_not = "layers of this model carry a state from token to token, and some of them had moved on"
+        if not self._alone:
+            why_not = "other processes run this model together with this one, and are in the midst of the step"
         if why_not:
             error.add_note(
                 f"The step cannot be run again in smaller parts: {why_not}. Set a smaller `max_batch_tokens` or "

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..kernels.cards import card_on
+from ..patches.sharded_modules import local
 
 # A CPU's matrix products reach full efficiency at some hundred rows; larger activations leave its caches.
 _CPU_TOKENS = 512
@@ -23,7 +24,7 @@ def tokens_in_a_step(model: nn.Module, device: torch.device, free: int) -> int:
     """The most tokens of a step. ``free``: bytes of memory for the KV cache and for steps."""
     if device.type == "cpu":
         return _CPU_TOKENS
-    weights = list(model.parameters())
+    weights = [local(weight) for weight in model.parameters()]
     if device.type != "cuda" or free < _PLENTY * sum(weight.nbytes for weight in weights):
         return _TOKENS
     operations = 2 * sum(weight.numel() for weight in weights)  # of a token
@@ -36,5 +37,5 @@ def tokens_in_a_step(model: nn.Module, device: torch.device, free: int) -> int:
 
 def times_in_a_row(model: nn.Module, device: torch.device) -> int:
     """Runs of a burst. The same in each call, so that sums are taken in the same order."""
-    least = sum(weight.nbytes for weight in model.parameters()) / card_on(device).bytes
+    least = sum(local(weight).nbytes for weight in model.parameters()) / card_on(device).bytes
     return min(_MOST_TIMES, max(2, round(_BURST_SECONDS / least))) if least else _MOST_TIMES

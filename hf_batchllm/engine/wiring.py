@@ -10,6 +10,7 @@ import torch
 from ..config import BatchConfig
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
+from ..model.tensor_ranks import TensorRanks
 from ..notices import Notices
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.paged_cache import PagedCache
@@ -92,7 +93,7 @@ class Wiring:
             self.graphs,
             groups,
             beam_scores,
-            BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores),
+            BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores, ranks=self._ranks),
             self.timekeeper,
             self._smaller(scheduler),
             # What belongs to the owner may look at any of it, or change the model for the next step.
@@ -101,7 +102,12 @@ class Wiring:
 
     def _smaller(self, scheduler: BaseScheduler) -> SmallerSteps:
         carries_states = bool(self.use.architecture.states)
-        return SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states)
+        alone = self._ranks.size == 1
+        return SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states, alone)
+
+    @property
+    def _ranks(self) -> TensorRanks:
+        return self.use.architecture.ranks
 
     def _group(self, root: Branch) -> BeamGroup:
         samples = self.job.options[root.index].num_return_sequences
@@ -115,13 +121,15 @@ class Wiring:
             return launcher, _DEPTH.get(device.type, 1)
         depth = config.steps_per_sync
         if depth is None:
-            depth = 2 * times_in_a_row(self.use.model, device) if device.type == "cuda" else 1
+            depth = 2 * self._ranks.least(times_in_a_row(self.use.model, device)) if device.type == "cuda" else 1
         picking = picking_of(self.job, self.use)
         longest = max((request.max_new_tokens for request in self.requests), default=1)
         reason = why_by_host(self.job, outputs, picking, depth)
         if reason is None:
             outputs.set_aside(longest, self.use.architecture.head_rows, device)
             reason = outputs.why_by_host
+            if self._ranks.any(reason is not None):
+                reason = reason or "another rank that runs this model has too little memory to do it on its device"
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
@@ -132,7 +140,7 @@ class Wiring:
                 self.jump = ForcedTokens(sampler.grammars, self.job.rules, self.job.options)
             around, may_repeat = outputs.around(sampler), sampler.may_repeat
             if not picking.in_graphs:
-                return AtOnce(self.runner, around, self.timekeeper, may_repeat), 1
+                return AtOnce(self.runner, around, self.timekeeper, may_repeat, self._ranks), 1
             seats = Seats.of([frozenset()] * len(self.requests), device)
             graphs = self._graphs_without_picking(seats)
             self.graphs = StepByStep(
@@ -142,7 +150,7 @@ class Wiring:
             )  # fmt: skip
             # A criterion of the owner's may do anything to the model before the next step.
             return self.graphs, 1 if self.job.calls_criteria else min(2, config.steps_per_sync or 2)
-        pick, advance = picking.on_device(self.requests, outputs.wants_scores, outputs.tensors)
+        pick, advance = picking.on_device(self.requests, outputs.wants_scores, outputs.tensors, self._ranks)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if scheduler.runs_ahead else 1
@@ -174,7 +182,9 @@ class Wiring:
                 "still gets a token: see `ends_waiting` in hf_batchllm.BaseScheduler",
             )
         scores = None if tensors is None else tensors.scores_of
-        return Endings(self.requests, job.rules, self.began, self.use.device, by_token, rows=job.rows, scores=scores)
+        return Endings(
+            self.requests, job.rules, self.began, self.use.device, by_token, scores, rows=job.rows, ranks=self._ranks
+        )
 
 
 def scheduler_for(choice: str | BaseScheduler, device: torch.device) -> BaseScheduler:

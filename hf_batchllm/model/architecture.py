@@ -38,9 +38,10 @@ from .kv_storage import AttentionShape, kv_dtype
 from .own_code import AsMade, as_made
 from .owners_code import is_theirs, refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
-from .sharded import refuse_sharded
+from .sharded import refuse_adapters_of_sharded, refuse_sharded
 from .state_layers import StateNotes, attention_expected, layer_kinds, refuse_by_states, refuse_unknown_kinds
 from .state_storage import StateShape
+from .tensor_ranks import TensorRanks, ranks_of
 from .token_by_token import TokenByToken
 from .unpacking import unpack
 
@@ -78,6 +79,7 @@ class Architecture:
     look: CodeInUse = field(repr=False, compare=False)  # the model as it was inspected
     own_code: TokenByToken = field(repr=False, compare=False)
     head_rows: int | None = None  # ids that have logits, where the head of the model tells
+    ranks: TensorRanks = field(default=TensorRanks(), repr=False, compare=False)  # that run the model together
 
 
 def inspect_model(model: nn.Module) -> Architecture:
@@ -97,6 +99,11 @@ def inspect_model(model: nn.Module) -> Architecture:
     look = code_in_use(inner)
     refuse_owners_code(inner, look, name)
     (calls, states, selects_rows), made = _attention_calls(inner, name, look)
+    ranks = ranks_of(inner)
+    if ranks.size > 1:  # the copy has the heads of all ranks: the model itself shows those that are here
+        refuse_adapters_of_sharded(model, name)
+        notes = _noted_pass(inner, device, ATTENTION_NAME, selects_rows)[0]
+        calls, states = notes.noted, notes.states.noted
     refuse_by_states(inner, layer_kinds(inner), states, name)
     _refuse_by_calls(inner, name, calls, states)
     refuse_positions_from_elsewhere(inner, name, is_theirs)
@@ -125,6 +132,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         look=look,
         own_code=own_code,
         head_rows=_head_rows(inner),
+        ranks=ranks,
     )
 
 
@@ -188,7 +196,12 @@ def _single_device(model: PreTrainedModel, modules: Sequence[nn.Module], name: s
         )
     if len(devices) != 1:
         where = ", ".join(sorted(map(str, devices)))
-        raise UnsupportedModelError(f"{name} is spread over several devices ({where}): it must be on a single one")
+        raise UnsupportedModelError(
+            f"{name} is spread over several devices ({where}), one of which works at a time: it must be on a single "
+            "one. Several processes can run a model together that is larger than a GPU: load it in each of them with "
+            "`distributed_config=DistributedConfig(tp_size=...)` in the place of `device_map` "
+            "(docs/larger-models.md)"
+        )
     return devices.pop()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..patches.sharded_modules import local
 from ..patches.uncompiled import every_module
 
 # Their code reads what ``owners_state`` compares in another way, or what does not change.
@@ -180,7 +181,7 @@ class _Notes:
 def _address(tensor: torch.Tensor) -> int | None:
     """A graph reads what lies there at the time, so that values written to a tensor need not be compared."""
     try:
-        return tensor.data_ptr()
+        return local(tensor).data_ptr()
     except RuntimeError:  # a tensor made of others has no memory of its own
         return None
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..patches.sharded_modules import local
+
 _CONTAINERS = (dict, list, set, OrderedDict)
 
 
@@ -65,7 +67,7 @@ class Glance:
 
 def _place(tensor: torch.Tensor) -> object:
     try:
-        return tensor.data_ptr(), tensor.shape, tensor.stride()
+        return local(tensor).data_ptr(), tensor.shape, tensor.stride()
     except RuntimeError:  # a tensor made of others has no memory of its own
         return None
 

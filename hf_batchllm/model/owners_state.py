@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 from ..inputs.base_model import base_model
 from ..patches.attention_interface import autocast_dtype
 from ..patches.attention_swap import steps_lock
+from ..patches.sharded_modules import local
 from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import code_home, is_idle
 from .code_in_use import NOTEBOOK
@@ -320,7 +321,7 @@ def _place(name: str, tensor: torch.Tensor | None) -> tuple[str, object, int | N
     if tensor is None:
         return name, None, None
     try:
-        lies: object = tensor.data_ptr(), tensor.shape, tensor.stride()
+        lies: object = local(tensor).data_ptr(), tensor.shape, tensor.stride()
     except RuntimeError:  # a tensor made of others has no memory of its own
         lies = id(tensor)
     return name, lies, None if tensor.is_inference() else tensor._version

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..errors import UnsupportedModelError
+from ..patches.adapter_swap import adapted_layers
+from ..patches.sharded_modules import gives_its_part
 
 _WHOLE = "load the model whole on one device, in a process of its own"
 # By the name of the class of a parameter, how it came about. By name: importing these modules takes a second.
 _SHARDED = {
-    "DTensor": "by transformers' tensor parallelism, or by FSDP",
+    "DTensor": "by FSDP, or by another way of making DTensors",
     "FlatParameter": "by FSDP",
 }
 
 
 def refuse_sharded(model: torch.nn.Module, parameters: Sequence[torch.Tensor], name: str) -> None:
-    how = "by transformers' tensor parallelism" if (getattr(model, "_tp_size", None) or 1) > 1 else None
+    """Refuse weights that are spread in another way than by transformers' tensor parallelism alone."""
+    how = None
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        why_not = _why_not_tensor_parallel(model)
+        if why_not is None:
+            return
+        how = f"by transformers' tensor parallelism, {why_not}"
     for kind in set(map(type, parameters)):
         how = how or _SHARDED.get(kind.__name__)
     if how is None and hasattr(next(model.parameters(), None), "ds_id"):
@@ -26,3 +35,35 @@ def refuse_sharded(model: torch.nn.Module, parameters: Sequence[torch.Tensor], n
         raise UnsupportedModelError(
             f"{name} has its weights spread over several processes, {how}; that is not supported: {_WHOLE}"
         )
+
+
+def refuse_adapters_of_sharded(model: torch.nn.Module, name: str) -> None:
+    if any(True for _ in adapted_layers(model)):
+        raise UnsupportedModelError(
+            f"{name} has adapters, and its weights are spread over several processes by transformers' tensor "
+            "parallelism: both together are not supported. Merge the adapter into the weights before they are spread"
+        )
+
+
+def _why_not_tensor_parallel(model: Any) -> str | None:
+    """Why this library cannot run the model where it is spread so, in words that follow "parallelism,"."""
+    size = model._tp_size
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or mesh.size() != size:
+        return "and in another way as well"
+    asked = getattr(model.config, "distributed_config", None)
+    if (getattr(asked, "ep_size", None) or 1) > 1 or getattr(asked, "enable_expert_parallel", False):
+        return "with experts of its own on each process"
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "and quantised"
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    if "sequence_parallel" in plan.values():
+        return "with a part of the sequence on each process"
+    for module in model.modules():
+        for name in ("q_proj", "k_proj"):
+            projection, width = getattr(module, name, None), getattr(module, "head_dim", None)
+            if isinstance(projection, torch.nn.Linear) and isinstance(width, int) and gives_its_part(projection):
+                heads = projection.out_features // width
+                if heads % size:
+                    return f"and `{name}` of a layer has {heads} heads, which cannot be divided by {size}"
+    return None

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from ..kernel_check.trust import is_known_good
+from ..patches.sharded_modules import local
 
 _ROW = 1024  # words that are multiplied with a weight each, and added up
 _LANES = 1 << 20  # 4-byte numbers that are worked on at a time where a copy is needed
@@ -46,6 +47,7 @@ class Digest:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: itself, mostly."""
+    tensor = local(tensor)
     if tensor.is_meta:
         return []
     flatten = getattr(tensor, "__tensor_flatten__", None)

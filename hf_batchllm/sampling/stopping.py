@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..inputs.processors_and_criteria import CRITERIA, call_factory, callable_name, say_where
 from ..model.runner import current_device
+from ..model.tensor_ranks import TensorRanks
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..wording import either
@@ -33,6 +34,7 @@ class Endings:
     ``rules``: of each prompt, by a request's ``index``. ``began``: when the call began, by ``time.time()``.
     ``time_by_token``: as in ``generate``, a sequence whose time is over ends with its next token. Otherwise ``late``
     gives such sequences. ``rows``: prompts that came as a tensor, padding included, as ``generate`` shows to criteria.
+    ``ranks``: those that run the model together. What the first one's criteria say counts.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Endings:
         time_by_token: bool = False,
         scores: Scores | None = None,
         rows: np.ndarray | None = None,  # [prompts, tokens]
+        ranks: TensorRanks | None = None,
     ) -> None:
+        self._ranks = ranks or TensorRanks()
         self._rules = rules
         self._rows = rows
         self._device = device
@@ -57,8 +61,8 @@ class Endings:
         self._strings = {string: StopStringSearch(string, self._prompt) for each in kinds for string in each.strings}
         self._own_criteria: dict[Request, StoppingCriteriaList] = {}  # made when they are first needed
         # On a stream of their own, criteria that read their tensors do not wait for the steps that were launched.
-        called = any(each.others or each.factory for each in kinds)
-        self._stream = torch.cuda.Stream(device) if called and device.type == "cuda" else None
+        self._calls_criteria = any(each.others or each.factory for each in kinds)
+        self._stream = torch.cuda.Stream(device) if self._calls_criteria and device.type == "cuda" else None
         waiting: dict[tuple[float, float], list[Request]] = {}
         for request in requests:
             for since, seconds in rules[request.index].deadlines:
@@ -79,7 +83,7 @@ class Endings:
         return late if self._turn is None else [request for request in late if request in self._turn]
 
     def _overdue(self) -> dict[Request, None]:
-        now = time.time() if self._deadlines else 0.0
+        now = self._ranks.latest(time.time()) if self._deadlines else 0.0
         while self._deadlines:
             (since, seconds), requests = self._deadlines[-1]
             if now - since <= seconds:
@@ -102,6 +106,8 @@ class Endings:
             ends[row] = has, FinishReason.STOP if stops[row, has - 1] else None
         if self._looks_back:
             self._look_back(requests, counts, tokens, ends)
+            if self._calls_criteria:
+                ends = self._ranks.of_first(ends)
         for row, (has, _) in ends.items():
             if no_token[row, has - 1] and not requests[row].done:
                 raise NothingToDrawError

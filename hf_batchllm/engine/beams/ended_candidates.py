@@ -19,7 +19,8 @@ class BeamEndings(Endings):
         """Which candidates end with the token that each adds to its parent, limits of length not counted."""
         rules = [self._rules[group.root.index] for group in groups]
         if any(each is not rules[0] for each in rules) or rules[0].looks_back:
-            return np.stack([self._of_group(*each) for each in zip(groups, parents, tokens, strict=True)])
+            ended = np.stack([self._of_group(*each) for each in zip(groups, parents, tokens, strict=True)])
+            return self._ranks.of_first(ended) if self._calls_criteria else ended
         return _among(tokens, rules[0].stop_tokens)
 
     def _of_group(self, group: BeamGroup, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [candidates] bool

@@ -71,6 +71,8 @@ class BeamEngine:
         self.smaller = smaller
         self._finished: dict[Searches, FinishedBeams] = {}
         self._picking = False
+        # Called before each step with what it is, where several ranks run the model together.
+        self.meet: Callable[[int], None] | None = None
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0
@@ -97,6 +99,8 @@ class BeamEngine:
                 # These go first: nothing is launched before, but for a step that has begun in parts.
                 late = [] if self.smaller.waiting else self.endings.late()
                 step = None if late else self._next(must_wait=bool(flights))
+                if self.meet is not None:
+                    self.meet(len(late) if step is None else step.number())
                 finished: list[BeamGroup] = []
                 if step is not None:
                     self._try(step, flights)

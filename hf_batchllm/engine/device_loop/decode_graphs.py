@@ -31,6 +31,7 @@ _WARM_ROWS = 16  # rows of the run in which kernels are compiled
 # A capture cannot use the memory in PyTorch's cache. With so many bytes free beside it, the cache need not be emptied
 # first, which would make the host wait.
 _PLENTY_OF_BYTES = 2 << 30
+_ANOTHER_RANK = "another rank that runs this model could not capture its part"
 _LARGER = 1.6  # a graph of up to so many times the rows serves them for longer than a few steps
 
 
@@ -54,6 +55,7 @@ class DecodeGraphs:
     ) -> None:
         self._noting = noting
         self._runner = runner
+        self._ranks = runner.architecture.ranks  # a capture that holds their sums is made by all of them, or by none
         self._backend = backend
         self._seats = seats
         self._pick = pick
@@ -233,6 +235,8 @@ class DecodeGraphs:
             self.why_not_prepared = f"{type(error).__name__}: {error}"
         finally:
             self._preparing = False
+        if self._ranks.any(bool(self.why_not_prepared)):
+            self.why_not_prepared = self.why_not_prepared or _ANOTHER_RANK
         self.seconds_beside += self.seconds - seconds
         if self.why_not_prepared:
             self._graphs.pop(size, None)
@@ -259,7 +263,7 @@ class DecodeGraphs:
         try:
             if not any(other.captured for other in self._graphs.values()):
                 self._pool = torch.cuda.graph_pool_handle()  # a pool goes with its last graph
-            graph.capture(self._pool)
+            self._on_all_ranks(graph)
         except BaseException as error:  # the model does something that a graph cannot hold; or an interrupt
             # A capture that breaks off leaves its own stream and generator state in place: put both back.
             torch.cuda.set_stream(stream)
@@ -281,9 +285,20 @@ class DecodeGraphs:
             self.bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
         self.seconds += time.perf_counter() - began
 
+    def _on_all_ranks(self, graph: DecodeRows) -> None:
+        failed: Exception | None = None
+        try:
+            graph.capture(self._pool)
+        except Exception as error:
+            failed = error
+        if self._ranks.any(failed is not None):
+            graph.drop_capture()
+            raise failed or RuntimeError(_ANOTHER_RANK)
+
     def _is_tight(self) -> bool:
         device = self._seats.last.device
-        return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY_OF_BYTES
+        tight = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY_OF_BYTES
+        return self._ranks.any(tight)
 
     def _give_up(self, reason: str, kind: str = "graphs") -> None:
         self._given_up = True

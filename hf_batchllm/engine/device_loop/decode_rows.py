@@ -265,6 +265,9 @@ class DecodeRows:
         self._captured_logits, self._logits = self._logits, of_this_run
         self._graph = graph
 
+    def drop_capture(self) -> None:
+        self._graph = self._captured_logits = None
+
     def _idle_spans(self) -> Spans:
         """Each row is a span of its own, as long as the rows are there."""
         nothing = [NO_SLOT] * self.rows

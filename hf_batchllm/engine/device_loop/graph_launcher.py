@@ -42,7 +42,9 @@ class GraphLauncher(StepsAsGraphs, ABC):
         if self.graphs is None or running is None or not self.graphs.prepares:
             return
         running.begin(sampling)
-        if self._is_behind() and (not only_largest or running.most_is_known()):
+        # Before a capture that holds sums of all ranks, each rank must find its device at work.
+        ahead = self.runner.architecture.ranks.any(not self._is_behind())
+        if not ahead and (not only_largest or running.most_is_known()):
             self.graphs.prepare(*running.tokens_left())
 
     def _is_behind(self) -> bool:

@@ -59,6 +59,8 @@ def why_no_images(model: nn.Module) -> str | None:
     name, kind = type(inner).__name__, inner.config.model_type
     if not hasattr(inner, "get_image_features"):
         return f"{name} takes text only"
+    if (getattr(inner, "_tp_size", None) or 1) > 1:
+        return f"images are not supported for a {name} whose weights are spread over several processes"
     if kind not in _SERVED or _module_of(inner) is None:
         return f"images are not supported for {name} so far: only for {', '.join(_SERVED)}"
     return None

@@ -1,0 +1,59 @@
+"""Modules whose weights transformers has spread over several processes (tensor parallelism): what this process has.
+
+transformers puts a forward around a module's own, which shares the work with the other processes. A module that gives
+this process's part of the result, and talks to no other, may be left out like any other one.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOME = "transformers.distributed.tensor_parallel"
+# A forward around a module's own without a style: that of norms of heads, whose gradients alone are added up.
+_SUMS_GRADIENTS = "adds up gradients"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a weight: all of it, unless it is sharded."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def is_rows_of_it(parameter: torch.Tensor) -> bool:
+    """Whether it is sharded, and this process has some of its rows, or all of them."""
+    part = local(parameter)
+    if part is parameter or type(part) is not torch.Tensor:
+        return False
+    placements: Any = getattr(parameter, "placements", ())
+    return all(each.is_replicate() or (type(each).__name__ == "Shard" and each.dim == 0) for each in placements)
+
+
+def has_sharded_forward(module: nn.Module) -> bool:
+    """Whether its forward is one that transformers has put around that of its class."""
+    return _style_of(module) is not None
+
+
+def gives_its_part(module: nn.Module) -> bool:
+    """Whether its forward talks to no other process: it gives what the class does with the weights that are here."""
+    style = _style_of(module)
+    if style is None or style is _SUMS_GRADIENTS:
+        return style is not None
+    layout = getattr(style, "output_layouts", None)
+    colwise = type(style).__name__ == "ColwiseParallel" and style.use_local_output
+    return bool(colwise and layout is not None and layout.is_shard())
+
+
+def _style_of(module: nn.Module) -> Any:
+    forward = module.__dict__.get("forward")
+    if type(forward) is not FunctionType or (forward.__module__, forward.__name__) != (_HOME, "tp_forward"):
+        return None
+    cells = (cell.cell_contents for cell in forward.__closure__ or ())
+    held = dict(zip(forward.__code__.co_freevars, cells, strict=True))
+    own = held.get("original_forward")
+    if getattr(own, "__func__", None) is not type(module).forward or getattr(own, "__self__", None) is not module:
+        return None
+    return held.get("self", _SUMS_GRADIENTS)

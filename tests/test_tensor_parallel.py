@@ -1,0 +1,119 @@
+"""Models that several processes have together (transformers' tensor parallelism): the same answers as one process.
+
+The cases are in tensor_rank_script.py, which each rank runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_cases import SOME
+from support_ranks import run_ranks
+
+pytestmark = pytest.mark.xdist_group("tensor_parallel")  # which share what the ranks found
+SCRIPT = "tensor_rank_script.py"
+# Biases, norms of heads, soft-caps and windows; projections in one, and such as are gathered; K and V in one latent,
+# experts, layers that carry a state.
+FAMILIES = ("llama", "qwen2", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
+FAMILIES += ("qwen3_window", "qwen3_5", "granitemoehybrid", "lfm2")
+RUN = FAMILIES[::3] if SOME else FAMILIES
+CASES = (
+    "options:llama",
+    "scores:llama",
+    "kept_prefixes:llama",
+    "lied_to:llama",
+    "disagreeing:llama",
+    "one_fails:llama",
+)
+LAST = ("refused:qwen3", "interrupted:llama")
+FOUR = ("family:deepseek_v3", "options:deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    names = [f"family:{family}" for family in RUN]
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("two"), 2, *names, *CASES, *LAST)
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_answers_are_those_of_one_process(family: str, two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "60 new tokens" in found[f"family:{family}"], found[f"family:{family}"]
+
+
+def test_layers_are_fused_over_the_weights_that_are_here(two: list[dict[str, Any]]) -> None:
+    assert "fused      3 of 3 layers" in two[0]["family:llama"]
+
+
+@pytest.mark.parametrize("case", ["options:llama", "scores:llama", "kept_prefixes:llama"])
+def test_options_count_as_in_one_process(case: str, two: list[dict[str, Any]]) -> None:
+    assert [found[case] for found in two] == [True, True]
+
+
+def test_ranks_agree_on_what_each_sees_differently(two: list[dict[str, Any]]) -> None:
+    first, second = (found["lied_to:llama"] for found in two)
+    assert isinstance(first, dict), first
+    assert first["memory"] == second["memory"]
+    assert ["cannot be captured" in " ".join(each["capture"]) for each in (first, second)] == [False, True]
+    assert "another rank that runs this model could not capture its part" in first["capture"][0]
+    (tokens, seconds), (others, _) = first["time"], second["time"]
+    assert tokens == others and seconds < 20
+    assert 0 < sum(map(len, tokens)) < 2000 * len(tokens)
+
+
+def test_other_prompts_or_options_on_a_rank_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
+    (errors, drawn), (others, drawn_there) = (found["disagreeing:llama"] for found in two)
+    assert errors == others
+    assert "different prompts" in errors[0] and all("different options" in each for each in errors[1:])
+    assert all(each.startswith("RanksError: the 2 ranks that run this model together") for each in errors)
+    assert drawn == drawn_there and drawn[0] != drawn[1], "the first rank's seed is that of all"
+
+
+def test_what_fails_on_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> None:
+    (others, again), (errors, again_there) = (found["one_fails:llama"] for found in two)
+    assert [each.partition(":")[0] for each in errors[:3]] == ["PromptError", "ValueError", "OSError"]
+    told = "RanksError: rank 1 of the 2 that run this model together "
+    assert all(each.startswith(told) for each in others[:3]), others
+    assert "failed: PromptError: prompt 1 is empty" in others[0]
+    assert "failed: ValueError: no more of this" in others[1]
+    assert "has left its stream" in others[2]
+    assert errors[3] == others[3]
+    assert again == again_there and len(again[0]) == 2
+
+
+def test_an_interrupt_of_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        error, again = found["interrupted:llama"]
+        assert error.startswith("GenerationInterrupted")
+        assert len(again[0]) == 2
+
+
+def test_a_rank_that_is_killed_ends_the_call_on_the_others(two: list[dict[str, Any]]) -> None:
+    error, seconds = two[0]["one_is_gone"]
+    assert error.startswith("RanksError: one of the 2 ranks that run this model together is gone"), error
+    assert seconds < 10
+
+
+def test_heads_that_cannot_be_divided_are_refused_by_name(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "`k_proj` of a layer has 1 heads, which cannot be divided by 2" in found["refused:qwen3"]
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(SCRIPT, tmp_path, 4, *FOUR):
+        assert "60 new tokens" in found[FOUR[0]], found[FOUR[0]]
+        assert found[FOUR[1]] is True, found[FOUR[1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(tmp_path: Path) -> None:
+    names = [f"family:{family}" for family in FAMILIES]
+    first, second = run_ranks(SCRIPT, tmp_path, 2, *names, *CASES[:-2], *CASES[-1:], *LAST[:-1], on="cuda")
+    for found in (first, second):
+        assert not [case for case, each in found.items() if str(each).startswith("FAILED")], found
+        assert all("60 new tokens" in found[name] for name in names)
+    assert "graphs" in first["family:llama"]
