@@ -81,6 +81,78 @@ def test_tokens_that_are_cut_off_are_counted_with_those_of_images(given: dict[st
     assert list(problems) == bad
 
 
+@pytest.mark.parametrize("where", ["text_kwargs", "of the processor", "of the tokenizer"])
+def test_a_cut_that_is_asked_for_elsewhere_counts_tokens_of_images(where: str) -> None:
+    """Wherever a processor takes its options from: a tokenizer's file may hold the length that it was trained with."""
+    model, processor = model_of("llava"), copy.deepcopy(processor_of("llava"))
+    cut = {"truncation": True, "max_length": 20}
+    if where == "of the processor":
+        processor.text_kwargs = cut
+    elif where == "of the tokenizer":
+        processor.tokenizer.init_kwargs["max_length"] = 20
+    given = {"text_kwargs": cut} if where == "text_kwargs" else {}
+    options = {"chat_template_kwargs": {"processor_kwargs": given}}
+    chats = [CHATS[0], user(words(3), shows(picture(1)), words(*range(4, 30)))]
+    checked, problems = check_prompts(chats, tokenizer=lambda: processor, images=ImageReader(model), options=options)
+    assert not problems
+    for chat, prompt in zip(chats, checked, strict=True):
+        made = processor.apply_chat_template(
+            [chat], add_generation_prompt=True, tokenize=True, return_dict=True, processor_kwargs=given
+        )
+        assert prompt is not None and prompt.ids.tolist() == list(made["input_ids"][0])
+    if where != "of the processor":  # older versions of transformers do not look there
+        assert checked[1] is not None and len(checked[1].ids) == 20
+
+
+def test_breaks_of_lines_that_are_added_tokens_are_one_token_with_those_of_an_image() -> None:
+    """As Gemma 3's tokenizer has them: its texts of images begin and end with two."""
+    processor = copy.deepcopy(processor_of("gemma3"))
+    processor.tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in (1, 2, 3, 4)])
+    processor.chat_template = processor.chat_template.replace("' ' + part['text'] + ' '", "part['text']")
+    before, behind = {"type": "text", "text": "w3\n"}, {"type": "text", "text": "\n\nw5"}
+    chats = [CHATS[0], user(before, shows(picture(1)), behind)]
+    checked, problems = check_prompts(chats, tokenizer=lambda: processor, images=ImageReader(model_of("gemma3")))
+    assert not problems
+    for chat, prompt in zip(chats, checked, strict=True):
+        made = processor.apply_chat_template([chat], add_generation_prompt=True, tokenize=True, return_dict=True)
+        assert prompt is not None and prompt.ids.tolist() == list(made["input_ids"][0])
+    at_once = processor.tokenizer.convert_tokens_to_ids(["\n" * 3, "\n" * 4])
+    assert checked[1] is not None and {*at_once} < {*checked[1].ids.tolist()}
+
+
+@pytest.mark.parametrize(
+    "other", ["a<i>", "<i>a", "a<", "<i><i>", "x<i>x", AddedToken("w", normalized=False, single_word=True)]
+)
+def test_a_token_that_may_reach_over_a_border_keeps_texts_in(other: str | AddedToken) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"w0": 0, "a": 1}, unk_token="w0"))
+    tokenizer.add_special_tokens([AddedToken("<i>", normalized=False)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    place = fast.convert_tokens_to_ids("<i>")
+    harmless = [AddedToken(token, normalized=False) for token in ("<", "i>a", "<i", "<ix>", ">")]
+    fast.add_tokens([*harmless, AddedToken("a<i>a", normalized=True)])
+    assert ImageTexts(fast, place).may_be_left_out("<i>", [place])
+    fast.add_tokens([AddedToken(other, normalized=False) if isinstance(other, str) else other])
+    assert not ImageTexts(fast, place).may_be_left_out("<i>", [place])
+
+
+def test_images_that_touch_are_an_error_of_their_prompt_where_the_model_takes_them_for_one() -> None:
+    processor = copy.copy(processor_of("qwen2_vl"))
+    processor.chat_template = processor.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    chats = [user(words(3), shows(picture(1)), shows(picture(1)), words(4)), CHATS[0]]
+    checked, problems = check_prompts(chats, tokenizer=lambda: processor, images=ImageReader(model_of("qwen2_vl")))
+    assert list(problems) == [0] and "nothing between them" in str(problems[0])
+    assert checked[1] is not None
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_an_image_without_a_token_of_the_models_is_an_error_of_its_prompt(family: str) -> None:
+    """As the processor of another model makes it."""
+    model, processor = copy.deepcopy(model_of(family)), processor_of(family)
+    model.config.image_token_id = 7
+    _, problems = check_prompts(CHATS[:1], tokenizer=lambda: processor, images=ImageReader(model))
+    assert list(problems) == [0] and "another model's" in str(problems[0])
+
+
 def test_which_texts_may_be_left_out() -> None:
     tokenizer = Tokenizer(models.WordLevel({"w0": 0, "a": 1, "b": 2}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -114,3 +186,24 @@ def test_a_model_that_counts_places_otherwise_is_asked_each_time(monkeypatch: py
     for prompt in checked:
         assert prompt is not None and prompt.images is not None and prompt.images.places is not None
         assert (prompt.images.places.of_prompt % 2 == 0).all()
+
+
+def test_places_are_compared_with_text_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here text before an image counts otherwise: a first prompt that begins with its image does not say so."""
+    model, processor = model_of("qwen2_vl"), copy.copy(processor_of("qwen2_vl"))
+    processor.chat_template = processor.chat_template.replace("' w1 '", "''")
+    own = type(model.model).get_rope_index
+
+    def from_hundred(self: Any, input_ids: torch.Tensor, mm_token_type_ids: torch.Tensor, **given: Any) -> Any:
+        places, behind = own(self, input_ids=input_ids, mm_token_type_ids=mm_token_type_ids, **given)
+        more = 100 * int(mm_token_type_ids[0].nonzero()[0] > 1)  # with two tokens of text before
+        return places + more, behind + more
+
+    monkeypatch.setattr(type(model.model), "get_rope_index", from_hundred)
+    chats = [user(shows(picture(1)), words(5, 6)), user(words(3, 4), shows(picture(1)), words(5, 6))]
+    checked, _ = check_prompts(chats, tokenizer=lambda: processor, images=ImageReader(model))
+    begins = []
+    for prompt in checked:
+        assert prompt is not None and prompt.images is not None and prompt.images.places is not None
+        begins.append(int(prompt.images.places.of_prompt[0, 0]))
+    assert begins == [0, 100]

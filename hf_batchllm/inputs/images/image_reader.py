@@ -31,7 +31,7 @@ from .shown_images import OutOfPlace, with_images
 
 # Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
 _SORT_PIXELS = ("InternVLProcessor",)
-_CUTS = {"truncation", "max_length", "padding"}  # options of a tokenizer
+_COUNT = ("truncation", "max_length", "pad_to_multiple_of")  # options that go by how many tokens there are
 _LAST_KEY = 2**31 - 1
 _PASS_A_PROCESSOR = "pass BatchGenerator(model, AutoProcessor.from_pretrained(...))"
 
@@ -135,6 +135,7 @@ class _Reading:
         self._rope = RopePlaces(model)
         self._ours = copy.copy(processor)
         self._ours._process_images = self._known_images
+        self._ours._merge_kwargs = self._merged
 
     def encoded(self, chat: Sequence[Any]) -> EncodedChat | BadPrompt:
         try:
@@ -185,10 +186,16 @@ class _Reading:
         bos = self._processor.tokenizer.bos_token
         if bos is not None and text.startswith(bos):
             given["add_special_tokens"] = False
-        if _CUTS & given.keys():  # what is cut off must be counted with all tokens of images
-            self._leaves_out = False
         (ids,) = processor(text=[text], images=[images], **given)["input_ids"]
         return [int(token) for token in ids]
+
+    def _merged(self, *given: Any, **more: Any) -> dict[str, Any]:
+        """In the place of the processor's method of this name, which knows where options can come from."""
+        merged: dict[str, Any] = self._processor._merge_kwargs(*given, **more)
+        of_text = merged["text_kwargs"]
+        if of_text.get("padding") == "max_length" or any(of_text.get(name) for name in _COUNT):
+            self._leaves_out = False  # tokens must be counted with all of images
+        return merged
 
     def compare(self, chat: Sequence[Any], ours: EncodedChat) -> bool:
         """The processor's own call must give the same tokens: a class may do more than all others do."""
@@ -234,6 +241,11 @@ class _Reading:
             made, text = ready.made.result()
             tokens = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
             count = sum(token == self._model.placeholder for token in tokens)
+            if not count:
+                raise UnreadableImage(
+                    f"whose text has no token {self._model.placeholder}, which stands for images in this model: is the "
+                    "processor another model's?"
+                )
             taken = [name for name in self._model.inputs if made.get(name) is not None]
             inputs = {name: self._kept(torch.as_tensor(made[name], device="cpu")) for name in taken}
             # The owner may change what the processor makes of an image between two calls.

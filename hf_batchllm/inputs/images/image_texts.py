@@ -11,12 +11,21 @@ class ImageTexts:
 
     A tokenizer first looks for added tokens, and what is before and behind one does not know of each other. So a text
     that begins and ends with such tokens may be made into tokens by itself, with one of them in its place meanwhile.
+    No other added token may reach over such a border: Gemma has breaks of lines as added tokens, and a run of them is
+    one token, also where the text of an image begins in its middle.
     """
 
     def __init__(self, tokenizer: Any, placeholder: int) -> None:
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", None) or {})
+        # Those that are looked for first. The others are found between them, in each piece of text by itself.
+        self._first = [str(added.content) for added in self._added.values() if not added.normalized]
+        self._borders: dict[int, bool] = {}  # whether a token is one, as far as that is known
+        # A token that is a word by itself depends on the letter beside it.
+        looks_beside = any(added.single_word for added in self._added.values() if not added.normalized)
         self._placeholder = placeholder
-        self._stands_alone = getattr(tokenizer, "is_fast", False) and self._is_a_border(placeholder)
+        self._stands_alone = (
+            getattr(tokenizer, "is_fast", False) and not looks_beside and self._is_a_border(placeholder)
+        )
 
     @property
     def stand_in(self) -> str:
@@ -49,5 +58,20 @@ class ImageTexts:
         return [*whole, *ids[begin:]]
 
     def _is_a_border(self, token: int) -> bool:
-        added = self._added.get(token)
-        return added is not None and not (added.lstrip or added.rstrip or added.single_word or added.normalized)
+        if token not in self._borders:
+            added = self._added.get(token)
+            self._borders[token] = (
+                added is not None
+                and not (added.lstrip or added.rstrip or added.single_word or added.normalized)
+                and self._stands_apart(str(added.content))
+            )
+        return self._borders[token]
+
+    def _stands_apart(self, border: str) -> bool:
+        """Whether no added token can be found that begins or ends outside of it, and holds a part of it."""
+        if border != border.strip():  # tokens beside it may take blanks with them
+            return False
+        begins = tuple(border[:count] for count in range(1, len(border) + 1))
+        return not any(
+            other[1:].endswith(begins) or border in other[1:] or border in other[:-1] for other in self._first
+        )

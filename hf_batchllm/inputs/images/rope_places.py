@@ -17,7 +17,8 @@ class RopePlaces:
     """Of one model, in which tokens of an image stand side by side.
 
     Tokens of text stand one behind the other. So the model is asked about what is from the first image to the last,
-    with a token of text on each side, and the rest is counted. The first answer is compared with the model's own.
+    with a token of text on each side, and the rest is counted. What comes of it is compared with the model's own
+    answer, until there was a prompt with more text on both sides.
     """
 
     def __init__(self, model: ImageModel) -> None:
@@ -41,7 +42,9 @@ class RopePlaces:
         counted = _with_text(between, before=begin, behind=len(ids) - end)
         if self._counts_so is None:
             own = self._asked(ids, grids)
-            self._counts_so = np.array_equal(counted.of_prompt, own.of_prompt) and counted.behind == own.behind
+            same = np.array_equal(counted.of_prompt, own.of_prompt) and counted.behind == own.behind
+            if not same or (begin > 0 and end < len(ids)):  # else text on one side has not been compared
+                self._counts_so = same
             return own
         return counted
 

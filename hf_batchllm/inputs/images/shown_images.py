@@ -21,6 +21,8 @@ def with_images(
     """``shown``: one at least, in the order in which they stand. The ids have as many placeholders as they take."""
     keys = np.array(ids, dtype=np.int32)
     at = np.flatnonzero(keys == model.placeholder)
+    if model.has_places and _touch(at, shown):
+        raise OutOfPlace("shows two images with nothing between them, which this model takes for one: not supported")
     places = rope.of(keys, at, shown) if model.has_places else None
     two_way = None if model.two_way is None else _runs(at, shown, len(keys))
     keys[at] = np.concatenate([image.first_key + np.arange(image.tokens) for image in shown])
@@ -34,10 +36,15 @@ def _runs(at: np.ndarray, images: Sequence[Image], tokens: int) -> np.ndarray:
     """
     breaks = np.flatnonzero(np.diff(at) > 1)
     runs = np.stack([at[np.append(0, breaks + 1)], at[np.append(breaks, len(at) - 1)] + 1], axis=1)
-    first = np.cumsum([image.tokens for image in images])[:-1]  # placeholders with which the next image begins
-    if (at[first] == at[first - 1] + 1).any():
+    if _touch(at, images):
         raise OutOfPlace("shows two images with nothing between them, so that each would see the other: not supported")
     if runs[-1, 1] == tokens:
         raise OutOfPlace("ends with an image: in this model something must follow it, as its template has it")
     longer: np.ndarray = runs[runs[:, 1] - runs[:, 0] > 1]
     return longer
+
+
+def _touch(at: np.ndarray, images: Sequence[Image]) -> bool:
+    """Whether an image begins where another ends."""
+    first = np.cumsum([image.tokens for image in images])[:-1]  # placeholders with which the next image begins
+    return bool((at[first] == at[first - 1] + 1).any())
