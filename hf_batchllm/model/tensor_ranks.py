@@ -97,6 +97,10 @@ class TensorRanks:
             f"one of the {self.size} ranks that run this model together is gone: its process was killed, or has ended"
         )
 
+    def meet(self) -> None:
+        """Wait until all ranks are here. An error if one has failed instead."""
+        self.most_of_each()
+
     def most(self, number: int) -> int:
         return self.most_of_each(number)[0]
 
@@ -115,7 +119,7 @@ class TensorRanks:
         """What the first rank has."""
         if self.size == 1:
             return value
-        self.most_of_each()
+        self.meet()
         return self._sent(0, value)
 
     def tokens_of_first(self, tokens: torch.Tensor) -> torch.Tensor:
