@@ -18,6 +18,7 @@ from ..kernels.experts_torch import Gating
 from .fusable_parts import activation_kernel
 from .merged_weights import why_not_used
 from .routers import Router, router_of
+from .sharded_modules import adds_up_experts, is_part_of_each
 from .unmodified import code_home, is_compiled, is_function, why_not_own, why_not_plain
 
 _DECORATOR = "transformers.integrations.moe"
@@ -78,9 +79,12 @@ def _why_not(experts: Any) -> str | None:
     cls = type(experts)
     if code_home(cls.forward) != _DECORATOR or not _is_of_transformers(experts):
         return f"the experts are a {cls.__name__} of {cls.__module__.partition('.')[0]}"
-    why = why_not_own(experts, *_class_of(experts))
+    in_parts = adds_up_experts(experts)
+    why = None if in_parts else why_not_own(experts, *_class_of(experts))
     if why is not None:
         return f"`experts` {why}"
+    if in_parts and experts.has_bias:
+        return "the experts have biases, which each process would add"
     if getattr(experts, "_is_expert_parallel", False):
         return "the experts are spread over devices"
     implementation = experts.config._experts_implementation
@@ -93,7 +97,7 @@ def _why_not(experts: Any) -> str | None:
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False) or set(experts._parameters) != names:
         return f"there is no kernel for a {cls.__name__}"
     for name, parameter in experts._parameters.items():
-        why = why_not_used(parameter)
+        why = None if in_parts and is_part_of_each(parameter) else why_not_used(parameter)
         if why is not None:
             return f"`{name}` {why}"
     if len({parameter.dtype for parameter in experts._parameters.values()}) > 1:

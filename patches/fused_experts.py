@@ -11,6 +11,7 @@ import torch
 from ..kernels.routing_torch import RowsOfExperts
 from .fusable_experts import Experts
 from .routers import Router
+from .sharded_modules import adds_up_experts, around
 
 Forward = Callable[..., Any]
 
@@ -60,7 +61,7 @@ def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed) -> F
         made = kernels.up_products(states.contiguous(), gate_up, gate_up_bias, rows, top, found.gating(experts))
         return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows), shares)
 
-    return forward
+    return around(experts, forward) if adds_up_experts(experts) else forward
 
 
 def _tensors(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:

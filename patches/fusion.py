@@ -42,6 +42,8 @@ from .merged_weights import merge, merged, unmerge
 from .sharded_modules import local
 from .unmodified import hook_dicts
 
+# The ``__dict__`` of a module, its fused forward, and what stood there before: one that transformers has put there.
+_Placed = tuple[dict[str, Any], Forward, Forward | None]
 _LAYER_FORWARDS = {"usual": layer_forward, "gemma4": gemma4_layer_forward}
 
 
@@ -199,7 +201,7 @@ class FusedLayers:
         self._fusion = fusion
         self._kernels = kernels
         self._residual = Residual()
-        self._applied: list[tuple[dict[str, Any], Forward]] = []
+        self._applied: list[_Placed] = []
         self.version = 0  # grows when weights or forwards change: a CUDA graph is valid for one version
         self._make()
 
@@ -218,12 +220,15 @@ class FusedLayers:
 
     def _put_in_place(self) -> None:
         self._applied = self._forwards
-        for own, forward in self._applied:
+        for own, forward, _ in self._applied:
             own["forward"] = forward
 
     def restore(self) -> None:
-        for own, _ in self._applied:
-            own.pop("forward", None)
+        for own, _, before in self._applied:
+            if before is None:
+                own.pop("forward", None)
+            else:
+                own["forward"] = before
         self._applied = []
         self._residual.forget()
 
@@ -245,7 +250,7 @@ class FusedLayers:
 
     def _make(self) -> None:
         """Merge the weights that are not merged yet, and make the forwards."""
-        self._forwards: list[tuple[dict[str, Any], Forward]] = []
+        self._forwards: list[_Placed] = []
         self._weights: list[Merged] = []
         self._devices = {parameter.device for parameter in self._fusion.model.parameters()}
         # The forwards are right as long as these stay: modules in their places, no hooks on them, weights' addresses.
@@ -336,7 +341,7 @@ class FusedLayers:
         self._addresses.append((parameters, "weight", _address(parameters["weight"])))
 
     def _put(self, module: nn.Module, forward: Forward) -> None:
-        self._forwards.append((module.__dict__, forward))
+        self._forwards.append((module.__dict__, forward, module.__dict__.get("forward")))
 
     def _watch(self, layer: Layer, part: str) -> None:
         for owner, name in layer.bypassed(part):
@@ -350,7 +355,7 @@ class FusedLayers:
         """Whether the owner has changed the model since: that may happen while a stream is open."""
         return (
             any(children.get(name) is not child for children, name, child in self._places)
-            or any("forward" in own for own, _ in self._forwards)
+            or any(own.get("forward") is not before for own, _, before in self._forwards)
             or any(own.get("forward") is not was for own, was in self._own)
             or any(own.get("_compiled_call_impl") is not None for own, _ in self._own)
             or any(_address(parameters.get(name)) != at for parameters, name, at in self._addresses)

@@ -6,13 +6,15 @@ this process's part of the result, and talks to no other, may be left out like a
 
 from __future__ import annotations
 
-from types import FunctionType
+from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 _HOME = "transformers.distributed.tensor_parallel"
+_OWN = "original_forward"  # what it calls that forward
 # A forward around a module's own without a style: that of norms of heads, whose gradients alone are added up.
 _SUMS_GRADIENTS = "adds up gradients"
 
@@ -32,6 +34,12 @@ def is_rows_of_it(parameter: torch.Tensor) -> bool:
     return all(each.is_replicate() or (type(each).__name__ == "Shard" and each.dim == 0) for each in placements)
 
 
+def is_part_of_each(parameter: torch.Tensor) -> bool:
+    """Whether it is sharded, and this process has a part of each of its matrices, as a plain tensor of its own."""
+    part = local(parameter)
+    return part is not parameter and type(part) is torch.Tensor and part.is_contiguous()
+
+
 def has_sharded_forward(module: nn.Module) -> bool:
     """Whether its forward is one that transformers has put around that of its class."""
     return _style_of(module) is not None
@@ -47,13 +55,28 @@ def gives_its_part(module: nn.Module) -> bool:
     return bool(colwise and layout is not None and layout.is_shard())
 
 
+def adds_up_experts(module: nn.Module) -> bool:
+    """Whether each process computes a part of all experts, whose results its forward adds up."""
+    return type(_style_of(module)).__name__ == "MoeExpertsParallel"
+
+
+def around(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that transformers has put around the one of the module's class, around ``inner`` instead."""
+    forward: Any = module.__dict__["forward"]
+    names, cells = forward.__code__.co_freevars, forward.__closure__
+    swapped = tuple(CellType(inner) if name == _OWN else cell for name, cell in zip(names, cells, strict=True))
+    made = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, swapped)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
 def _style_of(module: nn.Module) -> Any:
     forward = module.__dict__.get("forward")
     if type(forward) is not FunctionType or (forward.__module__, forward.__name__) != (_HOME, "tp_forward"):
         return None
     cells = (cell.cell_contents for cell in forward.__closure__ or ())
     held = dict(zip(forward.__code__.co_freevars, cells, strict=True))
-    own = held.get("original_forward")
+    own = held.get(_OWN)
     if getattr(own, "__func__", None) is not type(module).forward or getattr(own, "__self__", None) is not module:
         return None
     return held.get("self", _SUMS_GRADIENTS)

@@ -29,7 +29,7 @@ CASES = (
     "one_fails:llama",
 )
 LAST = ("refused:qwen3", "interrupted:llama", "one_is_gone")
-FOUR = ("family:deepseek_v3", "options:deepseek_v3")
+FOUR = ("family:deepseek_v3", "scores:deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_answers_are_those_of_one_process(family: str, two: list[dict[str, Any]]
 
 def test_layers_are_fused_over_the_weights_that_are_here(two: list[dict[str, Any]]) -> None:
     assert "fused      3 of 3 layers" in two[0]["family:llama"]
+    assert "fused      3 of 3 layers, with their experts" in two[0]["family:mixtral"]
 
 
 @pytest.mark.parametrize("case", ["options:llama", "scores:llama", "kept_prefixes:llama"])
