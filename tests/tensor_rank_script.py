@@ -31,7 +31,7 @@ from support_families import build, random_prompts, reference_generate
 from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from hf_batchllm import BatchGenerator
+from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
@@ -297,6 +297,27 @@ def one_is_gone(name: str) -> Any:
         took = time.monotonic() - began
     (FOLDER / str(RANK)).write_bytes(pickle.dumps({**FOUND, "one_is_gone": (error, took)}))
     os._exit(0)
+
+
+def elsewhere(name: str) -> Any:
+    """Ways in that would give each rank a part of the work, or have each of them write."""
+    model = sharded(name)
+    with BatchGenerator(model) as gen:
+        return [
+            error_of(lambda: RankGenerator(model)),
+            error_of(lambda: run_file(gen, FOLDER / "in.jsonl", FOLDER / "out.jsonl", max_new_tokens=3)),
+        ]
+
+
+def accelerates(name: str) -> Any:
+    """``model.generate`` of a sharded model, its own and accelerated."""
+    model, rows = sharded(name), torch.tensor([prompt[:5] for prompt in PROMPTS["nested"]], device=DEVICE)
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    own = model.generate(rows, **asked)
+    with accelerated(model):
+        ours = model.generate(rows, **asked)
+    assert own.tolist() == ours.tolist()
+    return model.last_report is None or model.last_report.steps
 
 
 def refused(name: str) -> Any:

@@ -207,3 +207,18 @@ def test_places_are_compared_with_text_on_both_sides(monkeypatch: pytest.MonkeyP
         assert prompt is not None and prompt.images is not None and prompt.images.places is not None
         begins.append(int(prompt.images.places.of_prompt[0, 0]))
     assert begins == [0, 100]
+
+
+def test_the_model_is_asked_once_for_images_of_equal_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more to compare: also where no prompt has more than one token before its image."""
+    model, processor = model_of("qwen2_vl"), processor_of("qwen2_vl")
+    own, asked = type(model.model).get_rope_index, []
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        asked.append(1)
+        return own(self, *given, **named)
+
+    monkeypatch.setattr(type(model.model), "get_rope_index", counted)
+    chats = [user(shows(picture(number)), words(*range(3, 5 + number))) for number in range(8)]
+    checked, _ = check_prompts(chats, tokenizer=lambda: processor, images=ImageReader(model))
+    assert None not in checked and len(asked) == 2

@@ -26,6 +26,8 @@ CASES = (
     "kept_prefixes:llama",
     "lied_to:llama",
     "disagreeing:llama",
+    "elsewhere:llama",
+    "accelerates:llama",
     "one_fails:llama",
 )
 LAST = ("refused:qwen3", "interrupted:llama", "one_is_gone")
@@ -96,6 +98,17 @@ def test_a_rank_that_is_killed_ends_the_call_on_the_others(two: list[dict[str, A
     error, seconds = two[0]["one_is_gone"]
     assert error.startswith("RanksError: one of the 2 ranks that run this model together is gone"), error
     assert seconds < 10
+
+
+def test_ways_in_that_part_the_work_are_refused(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        parts, writes = found["elsewhere:llama"]
+        assert "spread over 2 ranks" in parts and "use BatchGenerator(model) on each" in parts
+        assert "spread over 2 processes, which would all write" in writes
+
+
+def test_generate_of_a_sharded_model_may_be_accelerated(two: list[dict[str, Any]]) -> None:
+    assert not [found for found in two if "FAILED" in str(found["accelerates:llama"])], two[0]["accelerates:llama"]
 
 
 def test_heads_that_cannot_be_divided_are_refused_by_name(two: list[dict[str, Any]]) -> None:

@@ -98,6 +98,12 @@ def run_file(
     """
     if not isinstance(gen, BatchGenerator | GeneratorPool | RankGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
+    if isinstance(gen, BatchGenerator) and gen.architecture.ranks.size > 1:
+        raise FilesError(
+            f"{gen.architecture.name} is spread over {gen.architecture.ranks.size} processes, which would all write "
+            f"{os.fspath(target)}: that is not supported so far. Read the file, pass its prompts to `generate` in each "
+            "process, and write the results in the first one"
+        )
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(
             f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: pass options by "

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from ..config import BatchConfig
 from ..engine.unfinished import Finished, FinishedGenerations, results_kept
-from ..errors import ConfigError, GeneratorBusyError, PoolError
+from ..errors import ConfigError, GeneratorBusyError, PoolError, UnsupportedModelError
 from ..inputs.adapters import AS_IT_IS
 from ..inputs.config_fields import ConfigFields, shows_config_fields
 from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
@@ -73,6 +73,12 @@ class RankGenerator:
         **fields: Unpack[ConfigFields],
     ) -> None:
         self._generator = PartGenerator(model, tokenizer, config, **fields)
+        if self._generator.architecture.ranks.size > 1:
+            raise UnsupportedModelError(
+                f"{self._generator.architecture.name} is spread over {self._generator.architecture.ranks.size} ranks, "
+                "which run one list together, and a RankGenerator gives each rank a part of the list: use "
+                "BatchGenerator(model) on each of them, with the whole list"
+            )
         if not is_number(patience) or not patience > 0:
             raise ConfigError(f"`patience` is {shown(patience)}: it is a number of seconds above 0")
         self._ranks = Ranks(str(_next_number()), float(patience), self._generator._notices)

@@ -18,19 +18,20 @@ class RopePlaces:
 
     Tokens of text stand one behind the other. So the model is asked about what is from the first image to the last,
     with a token of text on each side, and the rest is counted. What comes of it is compared with the model's own
-    answer, until there was a prompt with more text on both sides.
+    answer once for each side that has more text.
     """
 
     def __init__(self, model: ImageModel) -> None:
         self._model = model
         self._kept: dict[tuple[bytes, int, bytes], np.ndarray] = {}
-        self._counts_so: bool | None = None  # None: not known yet
+        self._counts_otherwise = False
+        self._compared: set[str] = set()  # what a comparison has shown to be counted right
 
     def of(self, ids: np.ndarray, at: np.ndarray, shown: Sequence[Image]) -> PromptPlaces:
         """ids: int32 [tokens]; at: [placeholders] where they are"""
         grids = torch.cat([image.inputs["image_grid_thw"] for image in shown])
         begin, end = max(int(at[0]) - 1, 0), min(int(at[-1]) + 2, len(ids))
-        if self._counts_so is False or (begin, end) == (0, len(ids)):
+        if self._counts_otherwise:
             return self._asked(ids, grids)
         key = (at - begin).tobytes(), int(at[-1]) + 1 - end, grids.numpy().tobytes()
         between = self._kept.get(key)
@@ -40,13 +41,15 @@ class RopePlaces:
                 self._kept.clear()
             self._kept[key] = between
         counted = _with_text(between, before=begin, behind=len(ids) - end)
-        if self._counts_so is None:
-            own = self._asked(ids, grids)
-            same = np.array_equal(counted.of_prompt, own.of_prompt) and counted.behind == own.behind
-            if not same or (begin > 0 and end < len(ids)):  # else text on one side has not been compared
-                self._counts_so = same
-            return own
-        return counted
+        counts = {"what follows"} | ({"before"} if begin > 0 else set()) | ({"behind"} if end < len(ids) else set())
+        if counts <= self._compared:
+            return counted
+        own = self._asked(ids, grids)
+        if np.array_equal(counted.of_prompt, own.of_prompt) and counted.behind == own.behind:
+            self._compared |= counts
+        else:
+            self._counts_otherwise = True
+        return own
 
     def _asked(self, ids: np.ndarray, grids: torch.Tensor) -> PromptPlaces:
         tokens = torch.tensor(ids[None], dtype=torch.long, device="cpu")
