@@ -36,6 +36,7 @@ from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
 from hf_batchllm.model import device_memory
+from hf_batchllm.model.runner import ModelRunner
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 PROMPTS = {kind: random_prompts(random.Random(4), 97, kind, 24)[:10] for kind in ("nested", "distinct")}
@@ -318,6 +319,33 @@ def accelerates(name: str) -> Any:
         ours = model.generate(rows, **asked)
     assert own.tolist() == ours.tolist()
     return model.last_report is None or model.last_report.steps
+
+
+def one_fails_in_a_step(name: str) -> Any:
+    """The others wait for it on a device, from which nothing comes: here an event that the watch's thread sets."""
+    model, released = sharded(name), threading.Event()
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
+        watch = gen.architecture.ranks._watch
+        assert watch is not None
+        patch.setattr(watch, "_release", released.set)
+        patch.setattr(watch, "_grace", 0.5)
+        own, steps = ModelRunner.step, []
+
+        def step(self: ModelRunner, *given: Any) -> Any:
+            steps.append(1)
+            if len(steps) == 4 and RANK == 1:
+                raise MemoryError("no memory in the middle of a step")
+            if len(steps) == 4:
+                assert released.wait(60)
+                return torch.zeros(1, 101)
+            return own(self, *given)
+
+        patch.setattr(ModelRunner, "step", step)
+        began = time.monotonic()
+        first = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
+        took = time.monotonic() - began
+        patch.undo()
+        return first, took, error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET))
 
 
 def refused(name: str) -> Any:

@@ -31,7 +31,7 @@ CASES = (
     "one_fails:llama",
 )
 LAST = ("refused:qwen3", "interrupted:llama", "one_is_gone")
-FOUR = ("family:deepseek_v3", "scores:deepseek_v3")
+FOUR = ("family:deepseek_v3", "scores:deepseek_v3", "one_fails_in_a_step:deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +116,26 @@ def test_heads_that_cannot_be_divided_are_refused_by_name(two: list[dict[str, An
         assert "`k_proj` of a layer has 1 heads, which cannot be divided by 2" in found["refused:qwen3"]
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    for found in run_ranks(SCRIPT, tmp_path, 4, *FOUR):
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("four"), 4, *FOUR)
+
+
+def test_four_ranks(four: list[dict[str, Any]]) -> None:
+    for found in four:
         assert "60 new tokens" in found[FOUR[0]], found[FOUR[0]]
         assert found[FOUR[1]] is True, found[FOUR[1]]
+
+
+def test_what_fails_in_a_step_ends_the_call_on_ranks_that_wait_for_their_device(four: list[dict[str, Any]]) -> None:
+    errors = [found[FOUR[2]] for found in four]
+    first, _, again = errors.pop(1)
+    assert first == "MemoryError: no memory in the middle of a step"
+    told = "RanksError: rank 1 of the 4 that run this model together failed: MemoryError: no memory in the middle"
+    assert "start the processes again" in again
+    for error, seconds, after in errors:
+        assert error.startswith(told) and seconds < 20
+        assert after.startswith(told) and "start the processes again" in after
 
 
 @pytest.mark.gpu

@@ -244,7 +244,8 @@ class Call:
         self.timekeeper.start(self.cache)
         assert self._adapters is not None
         with self._ranks.interrupts() as meet:
-            self.engine.meet = meet if self._ranks.size > 1 else None
+            if self._ranks.size > 1:
+                self.engine.meet, self.engine.after_waiting = meet, self._ranks.check
             for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
                 self._start(requests, turn)
                 yield from self.engine.run(watch) if self.job.feed is None else self._fed(self.job.feed, watch)

@@ -131,6 +131,7 @@ class Engine:
         self.flights = 2 if launcher.most_times > 1 else depth
         # Called before each step with what it is, where several ranks run the model together.
         self.meet: Callable[[int], None] | None = None
+        self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0  # run for requests that had ended before
@@ -159,7 +160,9 @@ class Engine:
                     flight = flights[0]  # left in the queue: an interrupt in between must find it
                     idle, jumped = self.idle_tokens, self.jumped
                     switch("model")
-                    finished = self.collect(flight, flight.wait())
+                    tokens = flight.wait()
+                    self.after_waiting()
+                    finished = self.collect(flight, tokens)
                     flights.popleft()
                     self.launcher.tokens_were_seen()
                     self.timekeeper.collected(flight.record)

@@ -10,7 +10,7 @@ import hashlib
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import RanksError
 from ..wording import first_line
+from .rank_watch import RankWatch
 
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
@@ -29,7 +30,8 @@ class TensorRanks:
     hosts: the group over which hosts talk to each other; devices: that of the model itself.
     """
 
-    def __init__(self, hosts: Any = None, devices: Any = None) -> None:
+    def __init__(self, hosts: Any = None, devices: Any = None, watch: RankWatch | None = None) -> None:
+        self._watch = watch
         self._hosts, self._devices = hosts, devices
         self._agreed: BaseException | None = None  # an error that all ranks raise
         self.size, self.rank = 1, 0
@@ -65,7 +67,8 @@ class TensorRanks:
         """
         voted = [failed, *numbers, *[0] * (_VOTED - len(numbers))]
         together = torch.tensor(voted, dtype=torch.int64, device="cpu")
-        self._dist.all_reduce(together, op=self._dist.ReduceOp.MAX, group=self._hosts)
+        with nullcontext() if self._watch is None else self._watch.listening():
+            self._dist.all_reduce(together, op=self._dist.ReduceOp.MAX, group=self._hosts)
         first, *most = together.tolist()
         if not first:
             return most[: len(numbers)], None
@@ -82,15 +85,28 @@ class TensorRanks:
     def failing_together(self) -> Iterator[None]:
         """An error in the block ends it on all ranks, with one that names it: at the next thing that they exchange."""
         self._agreed = None
+        self.check()
         try:
-            yield
+            with nullcontext() if self._watch is None else self._watch.during_a_call():
+                yield
         except BaseException as error:
             if self.size > 1 and error is not self._agreed:
+                if self._watch is not None:
+                    self._watch.tell(_in_words(error))
                 try:
                     self._vote(1 + self.rank, (), _in_words(error))
                 except RuntimeError:  # PyTorch's; and ``error`` may say what it came to while it waited for that rank
                     raise self._one_is_gone() from error
             raise
+
+    def check(self) -> None:
+        """What has come from the device means nothing where a rank has failed meanwhile: an error then."""
+        if self._watch is not None and self._watch.failure is not None:
+            rank, why = self._watch.failure
+            raise RanksError(
+                f"rank {rank} of the {self.size} that run this model together {why}. The others had waited for it on "
+                "their devices, and their connection was ended: start the processes again"
+            )
 
     def _one_is_gone(self) -> RanksError:
         return RanksError(
@@ -188,7 +204,7 @@ def _in_words(error: BaseException) -> str:
 
 
 # Of the model's group, by its members: a group over which hosts talk. The model's is held, so no other has its id.
-_hosts_of: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_hosts_of: dict[tuple[int, ...], tuple[Any, Any, RankWatch]] = {}
 
 
 def ranks_of(model: nn.Module) -> TensorRanks:
@@ -203,5 +219,20 @@ def ranks_of(model: nn.Module) -> TensorRanks:
     made = _hosts_of.get(members)
     if made is None or made[0] is not devices:
         hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-        made = _hosts_of[members] = devices, hosts
-    return TensorRanks(made[1], devices)
+        made = _hosts_of[members] = devices, hosts, _watched(devices, hosts)
+    return TensorRanks(made[1], devices, made[2])
+
+
+def _watched(devices: Any, hosts: Any) -> RankWatch:
+    import torch.distributed as dist
+
+    def exchange(mine: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(hosts)
+        dist.all_gather_object(found, mine, group=hosts)
+        return found
+
+    def release() -> None:
+        if torch.cuda.is_available() and dist.get_backend(devices) != "gloo":
+            devices._get_backend(torch.device("cuda")).abort()
+
+    return RankWatch(dist.get_rank(hosts), dist.get_world_size(hosts), exchange, release)

@@ -72,6 +72,7 @@ class BeamEngine:
         self._finished: dict[Searches, FinishedBeams] = {}
         self._picking = False
         # Called before each step with what it is, where several ranks run the model together.
+        self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
         self.meet: Callable[[int], None] | None = None
         self.steps = 0
         self.model_tokens = 0
@@ -154,6 +155,7 @@ class BeamEngine:
         """Wait for the candidates of a step, and choose among them. Returns the groups whose search is over."""
         self.timekeeper.switch("model")
         candidates = flight.wait()
+        self.after_waiting()
         self.timekeeper.switch("tokens")
         self.scheduler.on_their_way -= flight.roots
         with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it

@@ -1,0 +1,164 @@
+"""Ranks that run a model together hear at once of one that has failed or is gone, also while their devices wait for it.
+
+A device that adds up what all ranks have computed waits for ever for a rank that does not come. The host waits for the
+device, and can be told nothing. So a thread listens meanwhile. Where the host does not come back by itself, the thread
+ends the devices' group: what waits for it then ends, with numbers that mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_GRACE = 5.0  # seconds in which a host comes to the next thing that ranks exchange, if it does not wait for its device
+_open: set[RankWatch] = set()
+
+
+class RankWatch:
+    """Of one rank, for as long as its process runs.
+
+    exchange: gives, on each rank, what all of them have passed. release: ends the group of the devices.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Callable[[Any], list[Any]],
+        release: Callable[[], None],
+        grace: float = _GRACE,
+    ) -> None:
+        self._rank, self._release, self._grace = rank, release, grace
+        self._peers = _connected(rank, size, exchange)
+        self._buffers = dict.fromkeys(self._peers, b"")
+        self._lock = threading.Lock()
+        self._in_a_call = False
+        self._listens = False  # the host is where the others' failures reach it
+        self._due: tuple[float, int, str] | None = None  # when the group is ended, unless the host comes before
+        self.failure: tuple[int, str] | None = None  # the rank, and what has become of it; the group is ended then
+        _open.add(self)
+        threading.Thread(target=self._watch, name="hf_batchllm-ranks", daemon=True).start()
+
+    @contextlib.contextmanager
+    def during_a_call(self) -> Iterator[None]:
+        self._in_a_call = True
+        try:
+            yield
+        finally:
+            self._in_a_call, self._due = False, None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """While ranks exchange something: there each hears of a failure by itself."""
+        self._listens = True
+        try:
+            yield
+        finally:
+            self._listens = False
+
+    def tell(self, why: str) -> None:
+        """This rank has failed."""
+        self._send({"failed": self._rank, "why": why})
+
+    def _send(self, message: Any) -> None:
+        with self._lock:
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):  # one that is gone is seen where it is read
+                    peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def _watch(self) -> None:
+        waiting = selectors.DefaultSelector()
+        for rank, peer in self._peers.items():
+            waiting.register(peer, selectors.EVENT_READ, rank)
+        while True:
+            due = self._due
+            for key, _ in waiting.select(None if due is None else max(0.0, due[0] - time.monotonic())):
+                if not self._read(key.data):
+                    waiting.unregister(key.fileobj)
+            due = self._due
+            if due is not None and time.monotonic() >= due[0]:
+                self._due = None
+                if self._in_a_call and not self._listens:
+                    self._end(due[1], due[2])
+                elif self._in_a_call:
+                    self._due = time.monotonic() + self._grace, due[1], due[2]
+            if not waiting.get_map():
+                return
+
+    def _read(self, rank: int) -> bool:
+        try:
+            data = self._peers[rank].recv(65_536)
+        except OSError:
+            data = b""
+        if not data:
+            self._heard(rank, "is gone: its process was killed, or has ended", 0.0)
+            return False
+        *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "failed" in message:
+                self._heard(message["failed"], message["why"], self._grace)
+            elif self.failure is None:  # another one has ended the group
+                self.failure = message["ended"], message["why"]
+                threading.Thread(target=self._release, name="hf_batchllm-release", daemon=True).start()
+        return True
+
+    def _heard(self, rank: int, why: str, grace: float) -> None:
+        if self._in_a_call and self._due is None and self.failure is None:
+            self._due = time.monotonic() + grace, rank, why
+
+    def _end(self, rank: int, why: str) -> None:
+        self.failure = rank, why
+        self._send({"ended": rank, "why": why})
+        # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.
+        threading.Thread(target=self._release, name="hf_batchllm-release", daemon=True).start()
+
+    def close(self) -> None:
+        _open.discard(self)
+        for end in self._peers.values():
+            end.close()
+
+
+def _connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
+    """A connection to each other rank. The system ends it with the process, whatever else happens."""
+    hosts = exchange(socket.gethostname())
+    on_one_host = len(set(hosts)) == 1
+    listener = socket.create_server(("127.0.0.1" if on_one_host else "", 0), backlog=size)
+    known = secrets.token_bytes(16)  # to the ranks alone, as the port may be open to others
+    places = exchange((listener.getsockname()[1], known))
+    peers = {}
+    for other in range(rank):
+        port, secret = places[other]
+        peers[other] = socket.create_connection(("127.0.0.1" if on_one_host else hosts[other], port), timeout=60)
+        peers[other].sendall(secret + rank.to_bytes(4, "big"))
+    listener.settimeout(60)
+    while len(peers) < size - 1:
+        peer, _address = listener.accept()
+        peer.settimeout(10)
+        said = peer.recv(20, socket.MSG_WAITALL)
+        if said[:16] == known and len(said) == 20:
+            peers[int.from_bytes(said[16:], "big")] = peer
+        else:
+            peer.close()
+    listener.close()
+    for peer in peers.values():
+        peer.settimeout(None)
+    return peers
+
+
+def _close_in_child() -> None:
+    """A child that keeps them open would hide the end of its parent."""
+    for watch in list(_open):
+        watch.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
