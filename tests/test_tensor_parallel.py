@@ -147,3 +147,12 @@ def test_two_gpus(tmp_path: Path) -> None:
         assert not [case for case, each in found.items() if str(each).startswith("FAILED")], found
         assert all("60 new tokens" in found[name] for name in names)
     assert "graphs" in first["family:llama"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_is_killed_while_gpus_wait_for_it(tmp_path: Path) -> None:
+    first, _ = run_ranks(SCRIPT, tmp_path, 2, "family:llama", "one_is_gone", on="cuda")
+    error, seconds = first["one_is_gone"]
+    assert error.startswith("RanksError"), error
+    assert seconds < 20
