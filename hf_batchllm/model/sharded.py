@@ -14,7 +14,7 @@ from ..patches.sharded_modules import gives_its_part
 _WHOLE = "load the model whole on one device, in a process of its own"
 # By the name of the class of a parameter, how it came about. By name: importing these modules takes a second.
 _SHARDED = {
-    "DTensor": "by FSDP, or by another way of making DTensors",
+    "DTensor": "by tensor parallelism of another kind than transformers', or by FSDP",
     "FlatParameter": "by FSDP",
 }
 
