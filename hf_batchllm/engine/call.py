@@ -109,6 +109,8 @@ class Call:
 
     def _must_agree(self) -> None:
         """Of ranks that run the model together each has to be asked for the same."""
+        if self._ranks.size == 1:
+            return  # to write it all down takes time
         job = self.job
         self._ranks.must_agree("prompts", (prompt.keys.tobytes() + repr(prompt.key).encode() for prompt in job.prompts))
         asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop
