@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from ..patches.sharded_modules import local
+
 _SPREAD = 0.02  # of random weights
 
 
@@ -40,7 +42,7 @@ def random_sharded(config: Any, processes: int, device: torch.device, dtype: tor
 
 
 def _made(name: str, weight: torch.Tensor, device: torch.device, rank: int) -> nn.Parameter:
-    part = getattr(weight, "_local_tensor", weight)
+    part = local(weight)
     is_whole = part is weight or all(each.is_replicate() for each in weight.placements)  # type: ignore[attr-defined]
     torch.manual_seed(zlib.crc32(f"{name} {'' if is_whole else rank}".encode()))  # copies of a weight are equal
     fresh = torch.empty(part.shape, dtype=part.dtype, device=device)

@@ -68,6 +68,10 @@ class RankWatch:
         """This rank has failed."""
         self._send({"failed": self._rank, "why": why})
 
+    def all_have_heard(self) -> None:
+        """Of this rank's failure, where ranks exchange things: no group needs to be ended for it."""
+        self._send({"heard": self._rank})
+
     def _send(self, message: Any) -> None:
         with self._lock:
             for peer in self._peers.values():
@@ -106,9 +110,10 @@ class RankWatch:
             message = json.loads(line)
             if "failed" in message:
                 self._heard(message["failed"], message["why"], self._grace)
+            elif "heard" in message:  # this may be read in the next call
+                self._due = None
             elif self.failure is None:  # another one has ended the group
-                self.failure = message["ended"], message["why"]
-                threading.Thread(target=self._release, name="hf_batchllm-release", daemon=True).start()
+                self._end(message["ended"], message["why"])
         return True
 
     def _heard(self, rank: int, why: str, grace: float) -> None:
@@ -117,7 +122,7 @@ class RankWatch:
 
     def _end(self, rank: int, why: str) -> None:
         self.failure = rank, why
-        self._send({"ended": rank, "why": why})
+        self._send({"ended": rank, "why": why})  # one that has ended it already does not answer
         # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.
         threading.Thread(target=self._release, name="hf_batchllm-release", daemon=True).start()
 

@@ -97,6 +97,8 @@ class TensorRanks:
                     self._vote(1 + self.rank, (), _in_words(error))
                 except RuntimeError:  # PyTorch's; and ``error`` may say what it came to while it waited for that rank
                     raise self._one_is_gone() from error
+                if self._watch is not None:
+                    self._watch.all_have_heard()
             raise
 
     def check(self) -> None:

@@ -72,8 +72,8 @@ class BeamEngine:
         self._finished: dict[Searches, FinishedBeams] = {}
         self._picking = False
         # Called before each step with what it is, where several ranks run the model together.
-        self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
         self.meet: Callable[[int], None] | None = None
+        self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0

@@ -1,0 +1,75 @@
+"""Ranks hear of one that has failed or is gone, and end the group of their devices where no host comes by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from hf_batchllm.model.rank_watch import RankWatch
+
+GRACE = 0.4
+
+
+def two_watches() -> tuple[list[RankWatch], list[threading.Event]]:
+    """Of two ranks in one process, and what is set where the group of each is ended."""
+    barrier, given, made = threading.Barrier(2), {}, {}
+    ended = [threading.Event(), threading.Event()]
+
+    def make(rank: int) -> None:
+        def exchange(mine: Any) -> list[Any]:
+            given[rank] = mine
+            barrier.wait(10)
+            found = [given[0], given[1]]
+            barrier.wait(10)
+            return found
+
+        made[rank] = RankWatch(rank, 2, exchange, ended[rank].set, GRACE)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [made[0], made[1]], ended
+
+
+def test_a_failure_that_no_host_hears_of_ends_the_group_of_all() -> None:
+    watches, ended = two_watches()
+    with watches[0].during_a_call():
+        watches[1].tell("failed: no memory")
+        assert all(each.wait(10) for each in ended)
+    assert [each.failure for each in watches] == [(1, "failed: no memory")] * 2
+
+
+@pytest.mark.parametrize("where", ["heard", "listening", "outside"])
+def test_a_failure_that_all_hear_of_ends_no_group(where: str) -> None:
+    """Also where the message is read late, in a call that goes on for longer than is waited."""
+    watches, ended = two_watches()
+    if where == "outside":
+        watches[1].tell("failed")
+        time.sleep(2 * GRACE)
+    with watches[0].during_a_call():
+        if where == "heard":
+            watches[1].tell("failed in the call before")
+            watches[1].all_have_heard()
+        if where == "listening":
+            with watches[0].listening():
+                watches[1].tell("failed")
+                time.sleep(2 * GRACE)
+        else:
+            time.sleep(2 * GRACE)
+    assert not any(each.is_set() for each in ended)
+    assert [each.failure for each in watches] == [None, None]
+
+
+def test_a_process_that_is_gone_ends_the_group_at_once() -> None:
+    watches, ended = two_watches()
+    with watches[0].during_a_call():
+        began = time.monotonic()
+        for peer in watches[1]._peers.values():
+            peer.shutdown(2)  # as the system does when a process ends
+        assert ended[0].wait(10) and time.monotonic() - began < GRACE
+    assert watches[0].failure == (1, "is gone: its process was killed, or has ended")
