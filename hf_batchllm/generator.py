@@ -338,6 +338,7 @@ class BatchGenerator:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then close()")
         self._kv.close()
         self._fusion.unmerge()
+        self.architecture.ranks.close()
         self._closed = True
 
     def forget_prefixes(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch
 from ..kernels.routing_torch import RowsOfExperts
 from .fusable_experts import Experts
 from .routers import Router
-from .sharded_modules import adds_up_experts, around
+from .sharded_modules import adds_up_experts, around, local
+from .summed_rows import Sums
 
 Forward = Callable[..., Any]
 
@@ -42,14 +44,18 @@ class Handed:
         return left[1] if left is not None and left[0] is indices else None
 
 
-def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed) -> Forward:
+def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed, sums: Sums | None = None) -> Forward:
+    """``sums``: of ranks each of which has a part of all experts."""
     experts = found.module
-    own = type(experts).forward
+    in_parts = adds_up_experts(experts)
+    own: Forward = partial(type(experts).forward, experts)
+    if in_parts:
+        own = around(experts, own)
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
         gate_up, gate_up_bias = _tensors(experts, "gate_up_proj")  # read once: an adapter may compute it
         if named or len(given) != 3 or given[0].ndim != 2 or given[0].dtype != gate_up.dtype:
-            unusual: torch.Tensor = own(experts, *given, **named)
+            unusual: torch.Tensor = own(*given, **named)
             return unusual
         states, indices, shares = given  # [tokens, hidden], [tokens, top], [tokens, top]
         down, down_bias = _tensors(experts, "down_proj")
@@ -59,14 +65,15 @@ def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed) -> F
             tile = kernels.rows_of_a_tile(indices.numel(), count, states.dtype)
             rows = kernels.rows_of_experts(indices, count, tile)
         made = kernels.up_products(states.contiguous(), gate_up, gate_up_bias, rows, top, found.gating(experts))
-        return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows), shares)
+        total = kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows), shares)
+        return sums.total(total) if in_parts and sums is not None else total
 
-    return around(experts, forward) if adds_up_experts(experts) else forward
+    return around(experts, forward) if in_parts and sums is None else forward
 
 
 def _tensors(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A stack of weights as [experts, out, in], and its biases."""
-    weight = getattr(experts, name)
+    weight = local(getattr(experts, name))
     return weight.transpose(1, 2) if experts.is_transposed else weight, getattr(experts, f"{name}_bias", None)
 
 

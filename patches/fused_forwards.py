@@ -23,6 +23,7 @@ from .fused_experts import ExpertKernels
 from .fused_families import Family
 from .fused_mixers import MixerKernels
 from .module_types import Attention, DecoderLayer, Mlp, Norm
+from .summed_rows import Sums
 
 Forward = Callable[..., Any]
 # One pair: weight, and bias if there is one. Emptying the list frees the memory, even if something still holds a
@@ -38,6 +39,7 @@ class FusedKernels:
     act_and_mul: Callable[..., torch.Tensor]
     experts: ExpertKernels
     mixers: MixerKernels
+    sums: Sums | None = None  # of ranks that have the model together
 
 
 class Made(NamedTuple):

@@ -39,7 +39,8 @@ from .fused_gemma4 import gemma4_layer_forward
 from .fused_mixers import MixerKernels, mixer_forward
 from .gated_norms import GatedNorm, gated_norm_forward, gated_norms
 from .merged_weights import merge, merged, unmerge
-from .sharded_modules import local
+from .sharded_modules import adds_up_rows, local
+from .summed_rows import summed_forward
 from .unmodified import hook_dicts
 
 # The ``__dict__`` of a module, its fused forward, and what stood there before: one that transformers has put there.
@@ -214,6 +215,8 @@ class FusedLayers:
         try:
             if self._fusion.paused is None:
                 self._put_in_place()
+                if self._kernels.sums is not None:
+                    self._kernels.sums.begin()
             yield
         finally:
             self.restore()
@@ -267,6 +270,9 @@ class FusedLayers:
         for norm in norms:
             if norm.why_not is None and norm.module not in replaced:  # otherwise its mixer's forward is not its own
                 self._make_gated_norm(norm)
+        if self._kernels.sums is not None:
+            for module in filter(adds_up_rows, self._fusion.model.modules()):
+                self._put(module, summed_forward(module, self._kernels.sums))
         # A forward that is there already is one of transformers' that a sharded module has.
         self._own = [(module.__dict__, module.__dict__.get("forward")) for module in self._bypassed]
         self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]
@@ -322,7 +328,7 @@ class FusedLayers:
         kernels, handed = self._kernels.experts, Handed()
         if found.is_handed_on:
             self._bypassed.append(found.parent)  # nothing may come between the router and its experts
-        self._put(found.module, experts_forward(found, kernels, handed))
+        self._put(found.module, experts_forward(found, kernels, handed, self._kernels.sums))
         self._places.append((found.parent._modules, found.name, found.module))
         for name, router, known in found.routers:
             self._put(router, router_forward(router, known, kernels, handed))

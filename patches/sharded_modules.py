@@ -55,6 +55,33 @@ def gives_its_part(module: nn.Module) -> bool:
     return bool(colwise and layout is not None and layout.is_shard())
 
 
+def adds_up_rows(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose inputs are spread over the processes, and whose forward adds up the results.
+
+    Its bias, which each process has, is added to the sum.
+    """
+    style = _style_of(module)
+    if type(style).__name__ != "RowwiseParallel" or type(module) is not nn.Linear:
+        return False
+    takes, gives = style.input_layouts, style.output_layouts
+    weight = module._parameters.get("weight")
+    return (
+        type(takes).__name__ == "Shard"
+        and takes.dim == -1
+        and gives.is_replicate()
+        and set(module._parameters) == {"weight", "bias"}
+        and weight is not None
+        and local(weight) is not weight
+        and type(local(weight)) is torch.Tensor
+    )
+
+
+def widest_sum(model: nn.Module) -> int:
+    """The most numbers in a row that the processes add up; 0 where there is no such module."""
+    linears = (module for module in model.modules() if adds_up_rows(module))
+    return max((int(module.out_features) for module in linears if isinstance(module, nn.Linear)), default=0)
+
+
 def adds_up_experts(module: nn.Module) -> bool:
     """Whether each process computes a part of all experts, whose results its forward adds up."""
     return type(_style_of(module)).__name__ == "MoeExpertsParallel"

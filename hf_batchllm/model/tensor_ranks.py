@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from ..errors import RanksError
+from ..notices import Notices
+from ..patches.summed_rows import GroupSums, Sums
 from ..wording import first_line
 from .rank_watch import RankWatch
 
@@ -33,6 +35,7 @@ class TensorRanks:
     def __init__(self, hosts: Any = None, devices: Any = None, watch: RankWatch | None = None) -> None:
         self._watch = watch
         self._hosts, self._devices = hosts, devices
+        self._sums: tuple[Any, Sums] | None = None  # with what they are for
         self._agreed: BaseException | None = None  # an error that all ranks raise
         self.size, self.rank = 1, 0
         if hosts is not None:
@@ -146,21 +149,50 @@ class TensorRanks:
             self._dist.broadcast(tokens, src=self._first, group=self._devices)
         return tokens
 
-    def must_agree(self, what: str, parts: Iterable[bytes]) -> None:
-        """An error on all ranks where they do not have the same."""
+    def have_the_same(self, parts: Iterable[bytes]) -> bool:
         if self.size == 1:
-            return
+            return True
         digest = hashlib.blake2b(digest_size=7)
         for part in parts:
             digest.update(part)
         number = int.from_bytes(digest.digest(), "big")
         highest, lowest = self.most_of_each(number, -number)
-        if highest != -lowest:
+        return highest == -lowest
+
+    def must_agree(self, what: str, parts: Iterable[bytes]) -> None:
+        """An error on all ranks where they do not have the same."""
+        if not self.have_the_same(parts):
             self._agreed = RanksError(
                 f"the {self.size} ranks that run this model together have different {what}: each rank must make the "
                 "same calls, with the same prompts and options in the same order"
             )
             raise self._agreed
+
+    def sums(self, device: torch.device, width: int, dtype: torch.dtype, notices: Notices) -> Sums:
+        """How they add up rows of ``width`` numbers that each has a part of. Every rank asks."""
+        wanted = device, width, dtype
+        if self._sums is None or self._sums[0] != wanted:
+            self._sums = None  # the memory of other sums
+            self._sums = wanted, self._opened(device, width, dtype, notices)
+        return self._sums[1]
+
+    def _opened(self, device: torch.device, width: int, dtype: torch.dtype, notices: Notices) -> Sums:
+        if device.type == "cuda":
+            from .peer_sums import CannotReachPeers, open_peer_sums
+
+            try:
+                return open_peer_sums(self, self._devices, device, width, dtype)
+            except CannotReachPeers as why:
+                notices(
+                    "sums",
+                    f"the GPUs' sums are made by {self._dist.get_backend(self._devices)}, which takes longer than in "
+                    f"memory that they share: {why}",
+                )
+        return GroupSums(self._devices)
+
+    def close(self) -> None:
+        """Give back the memory of sums."""
+        self._sums = None
 
     @contextmanager
     def interrupts(self) -> Iterator[Callable[[int], None]]:
@@ -235,6 +267,9 @@ def _watched(devices: Any, hosts: Any) -> RankWatch:
 
     def release() -> None:
         if torch.cuda.is_available() and dist.get_backend(devices) != "gloo":
+            from .peer_sums import end_sums_of
+
+            end_sums_of(devices)
             devices._get_backend(torch.device("cuda")).abort()
 
     return RankWatch(dist.get_rank(hosts), dist.get_world_size(hosts), exchange, release)

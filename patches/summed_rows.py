@@ -1,0 +1,64 @@
+"""Modules whose results all ranks add up: the product and the sum in one, in place of what transformers calls.
+
+transformers' own forward looks its weights up anew in each call and asks the process group for each sum. That takes the
+host longer than the device takes for a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .sharded_modules import local
+
+
+class Sums(Protocol):
+    """How ranks add up what each of them has: through their process group, or in memory that all of them reach."""
+
+    def begin(self) -> None:
+        """All ranks are about to run the model once."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' products: [tokens, in], [out, in] -> [tokens, out]."""
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of what all ranks have. x may be overwritten."""
+
+
+class GroupSums:
+    """Through a process group of PyTorch's."""
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        self._all_reduce: Callable[..., Any] = dist.all_reduce
+        self.group = group
+
+    def begin(self) -> None:
+        pass
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.total(functional.linear(x, weight))
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        self._all_reduce(x, group=self.group)
+        return x
+
+
+def summed_forward(linear: nn.Module, sums: Sums) -> Callable[..., torch.Tensor]:
+    """Of a linear layer whose inputs are spread over the ranks."""
+    parameters = linear._parameters
+
+    def forward(input: torch.Tensor) -> torch.Tensor:  # [..., this rank's inputs]
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        made = sums.product(input.reshape(-1, input.shape[-1]), local(weight))
+        if bias is not None:
+            made += local(bias)
+        return made.view(*input.shape[:-1], -1)
+
+    return forward

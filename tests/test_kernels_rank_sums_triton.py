@@ -1,0 +1,120 @@
+"""Sums over ranks. Here ranks are processes that share memory, and on a GPU two streams of one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_kernels import DEVICE, INTERPRETED, kernel
+
+from hf_batchllm.kernels import rank_sums_torch, rank_sums_triton
+
+SIZES = [1, 4096, 4097, 3 * 8192 + 5]
+SUMS = 6 if INTERPRETED else 50
+
+
+class Ranks:
+    """The memory of ``count`` ranks: two slots and the signals of each."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        def zeros(*shape: int, of: torch.dtype) -> list[torch.Tensor]:
+            made = [torch.zeros(shape, dtype=of, device=DEVICE) for _ in range(count)]
+            return [each.share_memory_() if DEVICE == "cpu" else each for each in made]
+
+        self.count = count
+        self.slots = [zeros(SIZES[-1], of=dtype), zeros(SIZES[-1], of=dtype)]
+        self.signals = zeros(rank_sums_triton.MOST_PROGRAMS, count, of=torch.int32)
+        ended = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.ended = ended.share_memory_() if DEVICE == "cpu" else ended.pin_memory()
+
+    def sum(self, rank: int, turn: int, mine: torch.Tensor) -> torch.Tensor:
+        parts = [slot[: len(mine)] for slot in self.slots[turn % 2]]
+        parts[rank].copy_(mine)
+        return rank_sums_triton.sum_of_parts(parts, torch.empty_like(mine), self.signals, self.ended, rank)
+
+    def on_each(self, run: Callable[[int], Any], folder: Path) -> list[Any]:
+        """What ``run`` gives on each rank, all of which run at the same time."""
+        if DEVICE != "cpu":
+            over = self.ended.clone()
+            self.ended.fill_(1)  # a first time without waiting: to load a kernel waits for those that run
+            streams = [torch.cuda.Stream() for _ in range(self.count)]
+            for ended in (self.ended, over):
+                torch.cuda.synchronize()
+                for signal in self.signals:
+                    signal.zero_()
+                torch.cuda.synchronize()
+                self.ended.copy_(ended)
+                made = []
+                for rank, stream in enumerate(streams):
+                    with torch.cuda.stream(stream):
+                        made.append(run(rank))
+            torch.cuda.synchronize()
+            return made
+
+        def in_process(rank: int) -> None:
+            try:
+                found = run(rank)
+            except BaseException:
+                found = traceback.format_exc()
+            (folder / str(rank)).write_bytes(pickle.dumps(found))
+
+        ranks = [
+            multiprocessing.get_context("fork").Process(target=in_process, args=[each]) for each in range(self.count)
+        ]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(120)
+            each.kill()
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(self.count)]
+
+
+@kernel
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sums_are_those_of_the_twin(count: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    ranks = Ranks(count, dtype)
+    torch.manual_seed(1)
+    drawn = [torch.randn(count, SIZES[turn % len(SIZES)], device=DEVICE).to(dtype) for turn in range(SUMS)]
+
+    def run(rank: int) -> list[torch.Tensor]:
+        return [ranks.sum(rank, turn, parts[rank]) for turn, parts in enumerate(drawn)]
+
+    made = ranks.on_each(run, tmp_path)
+    for turn, parts in enumerate(drawn):
+        wanted = rank_sums_torch.sum_of_parts(list(parts), torch.empty_like(parts[0]))
+        for rank in range(count):
+            assert torch.equal(made[rank][turn], made[0][turn]), "all ranks have the same sums"
+            cut = INTERPRETED and dtype == torch.bfloat16  # the interpreter does not round to it
+            assert torch.allclose(made[rank][turn], wanted, rtol=2**-7 if cut else 0.0, atol=0.0), (rank, turn)
+
+
+@kernel
+def test_all_have_read_what_was_there_when_they_have_met(tmp_path: Path) -> None:
+    """One sum after the other in the same slot, which is only free once all ranks have met."""
+    ranks = Ranks(2, torch.float32)
+
+    def run(rank: int) -> list[float]:
+        found = []
+        for turn in range(SUMS):
+            found.append(ranks.sum(rank, 0, torch.full((4097,), float(turn + rank), device=DEVICE)))
+            rank_sums_triton.meet(ranks.signals, ranks.ended, rank)
+        return found
+
+    for made in ranks.on_each(run, tmp_path):
+        assert [each.unique().tolist() for each in made] == [[2.0 * turn + 1] for turn in range(SUMS)]
+    assert not any(each.any() for each in ranks.signals), "each signal has been seen"
+
+
+@kernel
+def test_a_rank_that_does_not_come_is_waited_for_until_all_is_ended(tmp_path: Path) -> None:
+    ranks = Ranks(2, torch.float32)
+    ranks.ended.fill_(1)
+    made = ranks.on_each(lambda rank: None if rank else ranks.sum(0, 0, torch.ones(5, device=DEVICE)), tmp_path)
+    assert made[0] is not None and made[0].shape == (5,)
