@@ -16,7 +16,11 @@ from .wording import a_kind, either, is_whole, shown
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Names from other libraries, and options that belong to generate(): what to do instead, in the words of an error.
-_WHOLE_MODEL = "is not an option here: a model is on one device"
+_PARTS = "is not an option here: GeneratorPool(name, gpus=8, tp=2) has each model on two GPUs (docs/larger-models.md)"
+_NO_STAGES = (
+    "is not an option here: neither layers nor experts are spread over GPUs, but parts of each layer "
+    "(docs/larger-models.md)"
+)
 _POOL = "is not an option here: GeneratorPool(model, gpus=N) runs one list of prompts on several GPUs"
 _NO_MAX_LENGTH = (
     "is not an option here: `max_prompt_tokens` of generate() cuts long prompts, and a warning names the prompts that "
@@ -48,12 +52,10 @@ _FROM_ELSEWHERE = {
     ),
     **dict.fromkeys(("max_model_len", "context_length", "max_seq_len", "max_seq_length"), _NO_MAX_LENGTH),
     **dict.fromkeys(
-        (
-            *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
-            *("tp_size", "pp_size", "ep_size", "tp", "enable_expert_parallel"),
-        ),
-        _WHOLE_MODEL,
+        ("pipeline_parallel_size", "expert_parallel_size", "pp_size", "ep_size", "enable_expert_parallel"),
+        _NO_STAGES,
     ),
+    **dict.fromkeys(("tensor_parallel_size", "tp_size", "tp"), _PARTS),
     **dict.fromkeys(("data_parallel_size", "dp_size", "dp", "gpus", "num_gpus"), _POOL),
     "kv_cache_dtype": "is not an option here: keys and values have the model's dtype",
     **dict.fromkeys(

@@ -129,11 +129,17 @@ def options(name: str) -> Any:
         rows = torch.tensor([prompt[:5] for prompt in prompts if len(prompt) >= 5], device=DEVICE)
         ours, wanted = (each.generate(input_ids=rows, max_new_tokens=5, **QUIET) for each in (gen, one))
         assert torch.equal(ours, wanted)
+        long = gen.generate(prompts, max_new_tokens=60, **QUIET)
+        assert long.token_ids == one.generate(prompts, max_new_tokens=60, **QUIET).token_ids
+        with BatchGenerator(model, page_size=16, cuda_graphs=False) as eager:
+            assert eager.generate(prompts, max_new_tokens=30, **QUIET).token_ids == [
+                each[:30] for each in long.token_ids
+            ]
         streamed = {each.index: each.token_ids for each in gen.stream(prompts, max_new_tokens=6)}
         assert [streamed[index] for index in range(len(prompts))] == one.generate(
             prompts, max_new_tokens=6, **QUIET
         ).token_ids
-    return True
+    return str(long.report)
 
 
 @over_twins

@@ -177,6 +177,12 @@ def _add_model(group: Any) -> None:
         metavar="N",
         help="several GPUs, a process with a whole model on each: how many, or their numbers, as in 0,2",
     )
+    group.add_argument(
+        "--tp",
+        type=_positive,
+        metavar="N",
+        help="with --gpus: how many GPUs have a model together, each a part of it, where it does not fit into one",
+    )
     group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (with --gpus, of each process)")
     _add_code(group, "the model")
 

@@ -109,9 +109,10 @@ class Loader:
         from ..pool.generator_pool import GeneratorPool
 
         try:
-            return GeneratorPool(load, config=self._config, gpus=gpus_from(self._asked.gpus))
+            return GeneratorPool(load, config=self._config, gpus=gpus_from(self._asked.gpus), tp=self._asked.tp or 1)
         except ConfigError as error:
-            raise UsageError(f"--gpus {self._asked.gpus}: {error}") from error
+            tp = f" --tp {self._asked.tp}" if self._asked.tp else ""
+            raise UsageError(f"--gpus {self._asked.gpus}{tp}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,12 @@ def load_model(asked: argparse.Namespace, device: Any, for_images: bool = False)
     before = os.environ.get(_CONVERSION)
     os.environ[_CONVERSION] = "1"
     try:
-        return auto.from_pretrained(dtype=asked.dtype, use_safetensors=True, **_of_model(asked)).to(device).eval()
+        given = {"dtype": asked.dtype, "use_safetensors": True, **_of_model(asked)}
+        if (getattr(asked, "tp", None) or 1) > 1:  # each process gets its part
+            from transformers.distributed.configuration_utils import DistributedConfig
+
+            return auto.from_pretrained(distributed_config=DistributedConfig(tp_size=asked.tp), **given).eval()
+        return auto.from_pretrained(**given).to(device).eval()
     except Exception as error:
         why = _why(error)
         if "cannot be loaded with `safetensors`" in why:

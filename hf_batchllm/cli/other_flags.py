@@ -11,11 +11,13 @@ from ..inputs.other_names import ALIASES, FROM_ELSEWHERE
 from .flag_names import flag_of
 
 _IN_OUT = "the files come without an option: `hf-batchllm run IN OUT --model M`"
-_WHOLE_MODEL = "a model is on one device. --gpus N runs one file on several GPUs, a whole model on each"
+_PARTS = "it is called --tp here, beside --gpus"
+_NO_STAGES = "a model's layers are not spread over GPUs. --tp N gives each of N GPUs a part of every layer"
 _LONGEST = "--max-prompt-tokens cuts long prompts, and a warning names the lines beyond the model's context"
 _HINTS = {
     **dict.fromkeys(("i", "input", "input_file", "o", "out", "output", "output_file"), _IN_OUT),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "tp", "tp_size", "pp_size"), _WHOLE_MODEL),
+    **dict.fromkeys(("tensor_parallel_size", "tp_size"), _PARTS),
+    **dict.fromkeys(("pipeline_parallel_size", "pp_size"), _NO_STAGES),
     **dict.fromkeys(("data_parallel_size", "dp", "dp_size", "num_gpus"), "it is called --gpus here"),
     **dict.fromkeys(("max_model_len", "context_length", "max_seq_len"), _LONGEST),
     "served_model_name": "responses have the name that --model has",

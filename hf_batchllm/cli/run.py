@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
             _check_target(asked)
             if asked.gpus and asked.device != "auto":
                 raise UsageError("--gpus and --device both say where the model runs: keep one of them")
+            if asked.tp and not asked.gpus:
+                raise UsageError("--tp says how many of the GPUs of --gpus have a model together: pass --gpus, too")
             source = open_source(asked.source, asked.format, note=console.note)
             try:
                 reader = reader_from(asked, source, layout, base, images)

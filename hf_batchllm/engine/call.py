@@ -18,6 +18,7 @@ from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
 from ..model.image_features import ImageFeatures
 from ..model.model_in_use import ModelInUse
+from ..model.tensor_ranks import News
 from ..notices import Notices
 from ..patches.fusion import Fusion
 from ..planning.base_scheduler import scheduler_name
@@ -69,10 +70,11 @@ class Call:
         notices: Notices,
         fusion: Fusion,
         claims: Claims | None = None,  # where several processes run the call
+        news: News | None = None,  # where ranks have the model together, and the first one hears of something meanwhile
         began: float | None = None,  # when the call did, if that was elsewhere
     ) -> None:
         self._config = config
-        self._claims = claims
+        self._claims, self._news = claims, news
         self._kv = kv
         self._notices = notices
         self._use = ModelInUse(model, architecture, config, fusion, notices)
@@ -245,7 +247,7 @@ class Call:
         self._stage = Stage.RUNNING
         self.timekeeper.start(self.cache)
         assert self._adapters is not None
-        with self._ranks.interrupts() as meet:
+        with self._ranks.interrupts(self._news) as meet:
             if self._ranks.size > 1:
                 self.engine.meet, self.engine.after_waiting = meet, self._ranks.check
             for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,17 @@ from .rank_watch import RankWatch
 
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
+
+
+class News(Protocol):
+    """What the first rank hears of while a call runs, and the others have to know."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is any."""
+
+    def agree(self, of_first: Callable[[Any], Any]) -> bool:
+        """On all ranks. Whether the call is to be broken off."""
 
 
 class TensorRanks:
@@ -195,10 +206,11 @@ class TensorRanks:
         self._sums = None
 
     @contextmanager
-    def interrupts(self) -> Iterator[Callable[[int], None]]:
+    def interrupts(self, news: News | None = None) -> Iterator[Callable[[int], None]]:
         """Ctrl-C waits until all ranks are at the same place: what this gives is to be called there by all of them.
 
-        It takes a number that says what the rank is about to do, and that must be the same on all of them.
+        It takes a number that says what the rank is about to do, and that must be the same on all of them. What the
+        first rank has heard meanwhile, its ``news``, is agreed on there, too.
         """
         if self.size == 1:
             yield lambda _: None
@@ -206,8 +218,9 @@ class TensorRanks:
         came: list[int] = []
 
         def meet(plan: int) -> None:
-            interrupted, highest, lowest = self.most_of_each(len(came), plan, -plan)
-            if interrupted:
+            heard = 2 if came else int(news is not None and news.waits)
+            heard, highest, lowest = self.most_of_each(heard, plan, -plan)
+            if heard == 2 or (heard and news is not None and news.agree(self.of_first)):
                 self._agreed = KeyboardInterrupt()
             elif highest != -lowest:
                 self._agreed = RanksError(

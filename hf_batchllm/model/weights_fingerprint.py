@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
+from ..patches.sharded_modules import local
 from .float64 import in_float64
 
 _VALUES_READ = 8  # at two places of each parameter: training changes nearly all values
@@ -20,7 +21,8 @@ def fingerprint(model: nn.Module) -> str:
         checksum.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
         if parameter.is_meta or not parameter.numel():
             continue
-        flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach()[:1].reshape(-1)
+        part = local(parameter.detach())
+        flat = part.reshape(-1) if part.is_contiguous() else part[:1].reshape(-1)
         middle = len(flat) // 2
         ends = torch.cat([flat[:_VALUES_READ], flat[middle : middle + _VALUES_READ]])
         exact = in_float64(ends)

@@ -15,34 +15,63 @@ _WHAT = '`gpus` is a number of GPUs, or a list of their numbers (a CPU process i
 
 @dataclass(frozen=True)
 class WorkerDevice:
-    """``index``: of the GPU as this process counts; None for the CPU."""
+    """``index``: of the GPU as this process counts; None for the CPU.
+
+    others: those of further processes, which have the model together with the worker.
+    """
 
     index: int | None
+    others: tuple[int, ...] = ()
+    processes: int = 1
 
     @property
     def name(self) -> str:
         """For people."""
-        return "the CPU" if self.index is None else f"GPU {self.index}"
+        if self.index is None:
+            return "the CPU"
+        *before, last = map(str, (self.index, *self.others))
+        return f"GPUs {', '.join(before)} and {last}" if before else f"GPU {last}"
 
     @property
     def device(self) -> str:
         """For torch, in a worker that sees no other GPU."""
         return "cpu" if self.index is None else "cuda"
 
-    def environment(self, workers: int) -> dict[str, str]:
-        """``workers``: how many there are on this machine, which share its cores."""
+    def environment(self, processes: int) -> dict[str, str]:
+        """``processes``: how many there are on this machine, which share its cores."""
         made = {}
         if "OMP_NUM_THREADS" not in os.environ:
-            made["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))
+            made["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
         if self.index is None:
             return made | {"CUDA_VISIBLE_DEVICES": ""}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        named = visible.split(",")[self.index].strip() if visible else str(self.index)
-        return made | {"CUDA_VISIBLE_DEVICES": named}
+        known = visible.split(",") if visible else None
+        named = [str(index) if known is None else known[index].strip() for index in (self.index, *self.others)]
+        return made | {"CUDA_VISIBLE_DEVICES": ",".join(named)}
 
 
-def worker_devices(gpus: Any) -> list[WorkerDevice]:
-    """``gpus``: how many, or which; None: all that there are."""
+def worker_devices(gpus: Any, tp: Any = 1) -> list[WorkerDevice]:
+    """``gpus``: how many, or which; None: all that there are. ``tp``: how many have a model together."""
+    if not is_whole(tp) or tp < 1:
+        raise ConfigError(f"`tp` is the number of GPUs that have a model together, 1 or more, not {shown(tp)}")
+    devices = _devices(gpus)
+    if tp == 1:
+        return devices
+    if len(devices) % tp:
+        raise ConfigError(f"`tp` is {tp}: a model takes so many GPUs, and {len(devices)} cannot be divided by it")
+    groups = [devices[first : first + tp] for first in range(0, len(devices), tp)]
+    if any(len({device.index is None for device in group}) > 1 for group in groups):
+        raise ConfigError("a CPU and a GPU cannot have a model together: `gpus` has both")
+    for group in groups:
+        if group[0].index is not None and len(set(group)) < tp:
+            raise ConfigError(f"a GPU cannot have two parts of a model, and `gpus` has {group[0].name} twice")
+    return [
+        WorkerDevice(first.index, tuple(each.index for each in rest if each.index is not None), tp)
+        for first, *rest in groups
+    ]
+
+
+def _devices(gpus: Any) -> list[WorkerDevice]:
     if isinstance(gpus, str | bool):
         raise ConfigError(f"{_WHAT}, not {shown(gpus)}")
     if gpus is None or is_whole(gpus):

@@ -36,7 +36,7 @@ from .checked_work import checked_score_work, checked_work, listed
 from .crew import Crew
 from .devices import WorkerDevice, worker_devices
 from .lead import Lead
-from .loaders import ByName, LoadGenerator, loader_for, sendable_tokenizer
+from .loaders import ByName, LoadGenerator, in_parts, loader_for, sendable_tokenizer
 from .part_generator import PartGenerator
 from .pool_call import PoolCall
 from .pool_progress import pool_bar
@@ -59,6 +59,8 @@ class GeneratorPool:
     config: a BatchConfig; its fields may be given as keyword arguments instead. They hold for each process.
     gpus: how many, or a list of their numbers; by default all that there are. ``["cpu", "cpu"]`` are two processes on
         the CPU.
+    tp: how many GPUs have a model together, each a part of it, where it does not fit into one: ``gpus=8, tp=2`` are
+        four models (docs/larger-models.md).
     model_options: of ``from_pretrained``, such as ``{"dtype": torch.bfloat16}``.
     patience: seconds after which a process that does not get on is ended.
 
@@ -77,6 +79,7 @@ class GeneratorPool:
         config: BatchConfig | None = None,
         *,
         gpus: int | Sequence[int | str] | None = None,
+        tp: int = 1,
         model_options: Mapping[str, Any] | None = None,
         patience: float = _PATIENCE,
         **fields: Unpack[ConfigFields],
@@ -85,7 +88,8 @@ class GeneratorPool:
         if not is_number(patience) or not patience > 0:
             raise ConfigError(f"`patience` is {shown(patience)}: it is a number of seconds above 0")
         load, tokenizer = loader_for(model, model_options), sendable_tokenizer(tokenizer)
-        devices = worker_devices(gpus)
+        devices = worker_devices(gpus, tp)
+        load = in_parts(load, tp)
         self._notices = Notices()
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
@@ -96,7 +100,7 @@ class GeneratorPool:
         self._calls = 0
 
         def load_on(device: WorkerDevice) -> LoadGenerator:
-            return LoadGenerator(load, tokenizer, self._config, device.device)
+            return LoadGenerator(load, tokenizer, self._config, device.device, device.processes)
 
         self._crew = Crew(devices, load_on, float(patience), self._notices)
         self._end = weakref.finalize(self, Crew.end, self._crew)

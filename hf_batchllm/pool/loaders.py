@@ -41,11 +41,21 @@ class LoadGenerator:
     tokenizer: Any  # an object, a path or name, or None
     config: BatchConfig
     device: str
+    processes: int = 1  # that have the model together, each a part of it
 
     def __call__(self) -> PartGenerator:
         from .part_generator import PartGenerator
 
-        return PartGenerator(*load_in_worker(self.load, self.tokenizer, self.device), self.config)
+        model, tokenizer = load_in_worker(self.load, self.tokenizer, self.device)
+        spread = getattr(model, "_tp_size", None) or 1
+        if spread != self.processes:
+            has = "a whole model" if spread == 1 else f"a model in {spread} parts"
+            raise ConfigError(
+                f"`tp` is {self.processes}, and the function that loads the model returned {has}: pass "
+                f"`distributed_config=DistributedConfig(tp_size={self.processes})` to its from_pretrained "
+                "(from transformers.distributed)"
+            )
+        return PartGenerator(model, tokenizer, self.config)
 
 
 def load_in_worker(load: Callable[[], Any], tokenizer: Any, device: str) -> tuple[nn.Module, Any]:
@@ -70,7 +80,8 @@ def load_in_worker(load: Callable[[], Any], tokenizer: Any, device: str) -> tupl
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    if device != "cpu" and all(each.device.type == "cpu" for each in made.parameters()):
+    whole = (getattr(made, "_tp_size", None) or 1) == 1  # parts have been loaded where they belong
+    if device != "cpu" and whole and all(each.device.type == "cpu" for each in made.parameters()):
         made = made.to(torch.device(device))
     return made, tokenizer
 
@@ -93,6 +104,15 @@ def loader_for(model: Any, options: Mapping[str, Any] | None, call: str = "Gener
     if not callable(model):
         raise ConfigError(f"`model` is {a_kind(model)}: it is {_MODEL_IS}")
     return model  # type: ignore[no-any-return]
+
+
+def in_parts(load: Callable[[], Any], processes: int) -> Callable[[], Any]:
+    """``load``, for as many processes that have the model together. A function of the user's sees to that itself."""
+    if processes == 1 or not isinstance(load, ByName):
+        return load
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return ByName(load.name, {"distributed_config": DistributedConfig(tp_size=processes), **load.options})
 
 
 def sendable_tokenizer(tokenizer: Any) -> Any:

@@ -29,6 +29,7 @@ from ..results.run_report import RunReport
 from ..results.scores import Score
 from ..sampling.call_grammars import CallGrammars
 from ..sampling.stop_rules import StopRules, rules_of_each
+from .agreed_claims import AgreedClaims
 from .piece_claims import PieceClaims
 
 Begin = Callable[[Call], Callable[[Request], list[Any]]]  # gives what makes results of a request that has ended
@@ -133,6 +134,8 @@ class PartGenerator(BatchGenerator):
                     self.last_report = call.report()
 
         self._of_the_call = {"claims": claims, "began": began}
+        if isinstance(claims, AgreedClaims):
+            self._of_the_call["news"] = claims
         try:
             _, interrupt = self._turns.run(body)
         finally:

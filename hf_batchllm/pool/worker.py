@@ -19,6 +19,8 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .agreed_claims import AgreedClaims
+from .followers import Followers
 from .messages import (
     Answered,
     Ask,
@@ -61,6 +63,7 @@ class Worker:
         self._results_sent = self._progress_sent = 0.0
         self._read = self._written = 0
         self._generator: Any = None
+        self._followers: Followers | None = None
 
     # -- the threads beside --------------------------------------------------------------------------------------
 
@@ -75,10 +78,7 @@ class Worker:
             except (EOFError, OSError):
                 os._exit(0)  # the pool is gone
             if isinstance(message, GiveUp):
-                mine = [
-                    piece for claims in self._claims.get(message.call, ()) for piece in claims.give_up(message.pieces)
-                ]
-                self._say(GivenUp(message.call, mine))
+                self._give_up(message)
             elif isinstance(message, Stop):
                 self._stopped = max(self._stopped, message.call)
             elif isinstance(message, Run):
@@ -86,11 +86,24 @@ class Worker:
             else:
                 self._inbox.put((message, None, None))
 
+    def _give_up(self, message: GiveUp) -> None:
+        mine: list[int] = []
+        for claims in list(self._claims.get(message.call, ())):
+            if isinstance(claims, AgreedClaims) and claims.ask(message.pieces):
+                return  # the answer comes once all ranks have heard of it
+            if not isinstance(claims, AgreedClaims):
+                mine += claims.give_up(message.pieces)
+        self._say(GivenUp(message.call, mine))
+
     def _opened(self, message: Run) -> tuple[Any, Any]:
         """The part and its claims, which may be asked for before it runs; or an error in the place of the part."""
         try:
             part = message.part.open()
-            claims = PieceClaims(part.piece_of(message.pieces))
+            piece_of = part.piece_of(message.pieces)
+            if self._followers is None:
+                claims = PieceClaims(piece_of)
+            else:
+                claims = AgreedClaims(piece_of, lambda pieces: self._say(GivenUp(message.call, pieces)))
         except Exception as error:
             return error, None
         self._claims.setdefault(message.call, []).append(claims)
@@ -122,6 +135,7 @@ class Worker:
                 if isinstance(message, Load):
                     self._load(message)
                 elif isinstance(message, Ask):
+                    self._tell_followers(message)
                     function, given = message.content.open()
                     value = Parcel.of(function(self._generator, *given), "what a process of the pool found")
                     self._say(Answered(message.question, value))
@@ -131,25 +145,39 @@ class Worker:
                     self._run_part(message, part, claims)
             except BaseException as error:
                 self._failed(error, message)
+        if self._followers is not None:
+            self._followers.end()
         if self._generator is not None:
             with contextlib.suppress(Exception):
                 self._generator.close()
 
     def _load(self, message: Load) -> None:
         began = time.monotonic()
-        self._generator = message.load.open()()
+        load = message.load.open()
+        if load.processes > 1:
+            self._followers = Followers(load.processes, load.device)
+            self._tell_followers(message)
+            self._followers.join()
+        self._generator = load()
         from ..model.weights_fingerprint import fingerprint
 
         model = self._generator.model
         name, costs = self._generator.architecture.name, self._generator.token_costs()
         self._say(Ready(name, fingerprint(model), costs, time.monotonic() - began))
 
+    def _tell_followers(self, message: Any) -> None:
+        """Of what this process does with the model."""
+        if self._followers is not None:
+            self._followers.tell(message)
+
     def _failed(self, error: BaseException, message: Any) -> None:
-        from ..errors import BatchLLMError
+        from ..errors import BatchLLMError, RanksError
         from ..model.device_memory import is_device_error, is_out_of_memory
 
+        if isinstance(error, RanksError) and self._followers is not None:
+            self._followers.may_have_ended()
         blame = Blame.USERS
-        if isinstance(message, Load) or is_device_error(error):
+        if isinstance(message, Load) or is_device_error(error) or isinstance(error, RanksError):
             blame = Blame.DEVICE
         elif is_out_of_memory(error) or isinstance(error, MemoryError):
             blame = Blame.MEMORY
@@ -168,12 +196,13 @@ class Worker:
         report = None
         try:
             if message.call > self._stopped:
+                self._tell_followers(message)
                 report, interrupt = self._generator.run_part(
                     lambda call: self._begun(part, part.begin(self._generator, call)),
                     claims,
                     message.began,
                     self._deliver,
-                    self._watch,
+                    lambda step, new_tokens: self._watch(claims, step, new_tokens),
                 )
                 if interrupt is not None and message.call > self._stopped:  # it is the user's code that raised it
                     raise interrupt
@@ -181,6 +210,8 @@ class Worker:
             self._flush()
             self._call, self._moved = -1, None
             self._claims[message.call].remove(claims)
+            if isinstance(claims, AgreedClaims):
+                claims.end()
             for call in [call for call, left in self._claims.items() if not left]:
                 del self._claims[call]
         self._say(Done(message.call, report, time.monotonic() - began, self._read, self._written))
@@ -201,9 +232,11 @@ class Worker:
             self._results = []
         self._results_sent = time.monotonic()
 
-    def _watch(self, step: Any, new_tokens: int) -> None:
+    def _watch(self, claims: Any, step: Any, new_tokens: int) -> None:
         """Told of each step, which has been run."""
-        if self._call <= self._stopped:
+        if self._call <= self._stopped and isinstance(claims, AgreedClaims):
+            claims.break_off()
+        elif self._call <= self._stopped:
             raise KeyboardInterrupt
         self._moved = now = time.monotonic()
         self._read += step.tokens - len(step.rows)

@@ -44,7 +44,7 @@ class WorkerHandle:
         self.device = device
         alike = [place for place, each in enumerate(devices) if each == device]
         which = f" ({alike.index(number) + 1})" if len(alike) > 1 else ""
-        self.name = f"the process on {device.name}{which}"  # for people
+        self.name = f"the process{'es' * (device.processes > 1)} on {device.name}{which}"  # for people
         # Set by the thread that reads.
         self.loaded: Ready | None = None
         self.dead = False
@@ -62,10 +62,10 @@ class WorkerHandle:
         self._last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._start(len(devices))
+        self._start(sum(each.processes for each in devices))
 
-    def _start(self, workers: int) -> None:
-        environment = os.environ | self.device.environment(workers)
+    def _start(self, processes: int) -> None:
+        environment = os.environ | self.device.environment(processes)
         environment |= {"PYTHONPATH": python_path(map(os.path.abspath, sys.path)), NUMBER: str(self.number)}
         ours, theirs = socket.socketpair()
         with theirs:

@@ -1,0 +1,155 @@
+"""A pool whose workers have a model together with other processes: the same answers as one process with a whole one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_families import build, random_prompts
+from support_pool import Load, is_running, none_left_behind
+from support_quick_workers import quick_workers
+
+from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError
+from hf_batchllm.pool.devices import worker_devices
+
+quick_workers()
+pytestmark = pytest.mark.xdist_group("pool_tensor_parallel")
+PROMPTS = random_prompts(random.Random(4), 97, "nested", 24)[:20]
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 20, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(folder)
+    return folder
+
+
+def in_parts(saved: Path, models: int = 1, **others: Any) -> GeneratorPool:
+    given: dict[str, Any] = {"gpus": ["cpu"] * 2 * models, "tp": 2, "model_options": {"dtype": torch.float32}}
+    return GeneratorPool(saved, **given | {"page_size": 16} | others)
+
+
+@pytest.fixture(scope="module")
+def pool(saved: Path) -> Iterator[GeneratorPool]:
+    with in_parts(saved) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[BatchGenerator]:
+    with BatchGenerator(build("llama"), page_size=16) as made:
+        yield made
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, {**SAMPLED, "num_return_sequences": 2}, {"num_beams": 3}], ids=str)
+def test_answers_are_those_of_one_process(pool: GeneratorPool, one: BatchGenerator, options: dict[str, Any]) -> None:
+    ours, wanted = (gen.generate(PROMPTS, max_new_tokens=6, progress=False, **options) for gen in (pool, one))
+    assert ours.token_ids == wanted.token_ids
+    assert len(pool) == 1
+
+
+def test_scores_streams_and_plans(pool: GeneratorPool, one: BatchGenerator) -> None:
+    given = PROMPTS[:6], [[[3, 4], [5]] for _ in PROMPTS[:6]]
+    ours, wanted = (gen.score(*given, progress=False) for gen in (pool, one))
+    for mine, other in zip(ours, wanted, strict=True):
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    streamed = {each.index: each.token_ids for each in pool.stream(PROMPTS, max_new_tokens=4)}
+    assert [streamed[index] for index in range(len(PROMPTS))] == one.generate(
+        PROMPTS, max_new_tokens=4, progress=False
+    ).token_ids
+    assert pool.plan(PROMPTS).computed_tokens == one.plan(PROMPTS).computed_tokens
+
+
+def test_a_call_that_is_broken_off_leaves_nothing_behind(pool: GeneratorPool, one: BatchGenerator) -> None:
+    """An interrupt, a stream that is left, and a bad prompt."""
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(GenerationInterrupted):
+        pool.generate([[1, 2]] * 8, max_new_tokens=500, progress=False)
+    for each in pool.stream(PROMPTS, max_new_tokens=50):
+        assert each.token_ids
+        break
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        pool.generate([[1, 2], []], max_new_tokens=4)
+    ours, wanted = (gen.generate(PROMPTS, max_new_tokens=4, progress=False) for gen in (pool, one))
+    assert ours.token_ids == wanted.token_ids
+
+
+def test_of_two_models_one_goes_on_without_the_other(saved: Path, one: BatchGenerator) -> None:
+    """The second part of one of them is killed: the other model has the rest. In the end it loses a part, too."""
+    wanted = one.generate(PROMPTS, max_new_tokens=6, progress=False).token_ids
+    with none_left_behind() as started, in_parts(saved, models=2) as gen:
+        gen.wait()
+        result = gen.generate(PROMPTS, max_new_tokens=6, progress=False)
+        assert result.token_ids == wanted
+        assert result.report is not None and len(result.report.workers) == 2
+        groups = [[worker.process_id, *children_of(worker.process_id)] for worker in gen._crew.workers]
+        assert [len(each) for each in groups] == [2, 2]
+        started += [each for group in groups for each in group]
+        long: dict[str, Any] = {"max_new_tokens": 150, "progress": False}
+        threading.Timer(0.7, os.kill, (groups[1][1], signal.SIGKILL)).start()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            result = gen.generate(PROMPTS, **long)
+        assert result.token_ids == one.generate(PROMPTS, **long).token_ids
+        assert "part 2 of the model was killed (SIGKILL)" in " ".join(str(each.message) for each in told)
+        assert len(gen) == 1
+        threading.Timer(0.5, os.kill, (groups[0][1], signal.SIGKILL)).start()
+        began = time.monotonic()
+        with pytest.raises(PoolError, match=r"no process of the pool is left: .*part 2 of the model was killed"):
+            gen.generate([[1, 2]] * 8, max_new_tokens=500, progress=False)
+        assert time.monotonic() - began < 20
+
+
+def test_what_cannot_be_is_refused(saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the function that loads the model returned a whole model: pass `distrib"):
+        GeneratorPool(Load(), gpus=["cpu", "cpu"], tp=2)
+    with pytest.raises(ConfigError, match="`tp` is 2: a model takes so many GPUs, and 3 cannot be divided by it"):
+        in_parts(saved, gpus=["cpu"] * 3)
+    with pytest.raises(ConfigError, match="`tp` is the number of GPUs that have a model together, 1 or more, not 0"):
+        in_parts(saved, tp=0)
+
+
+def test_which_gpus_have_a_model_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_batchllm.pool.devices._gpus_there", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
+    devices = worker_devices(None, 4)
+    assert [each.name for each in devices] == ["GPUs 0, 1, 2 and 3", "GPUs 4, 5, 6 and 7"]
+    assert [each.environment(8)["CUDA_VISIBLE_DEVICES"] for each in devices] == ["7,6,5,4", "3,2,1,0"]
+    assert [each.name for each in worker_devices([0, 3], 2)] == ["GPUs 0 and 3"]
+    with pytest.raises(ConfigError, match="`gpus` has GPU 1 twice"):
+        worker_devices([1, 1], 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(saved: Path) -> None:
+    with BatchGenerator(build("llama").to("cuda"), page_size=16) as one:
+        wanted = one.generate(PROMPTS, max_new_tokens=40, progress=False)
+    with none_left_behind() as started, in_parts(saved, gpus=2) as gen:
+        result = gen.generate(PROMPTS, max_new_tokens=40, progress=False)
+        assert result.token_ids == wanted.token_ids
+        assert result.report is not None and [each.name for each in result.report.workers] == ["GPUs 0 and 1"]
+        (worker,) = gen._crew.workers
+        started += [worker.process_id, *children_of(worker.process_id)]
+        threading.Timer(1.0, os.kill, (started[1], signal.SIGKILL)).start()
+        with pytest.raises(PoolError, match="part 2 of the model was killed"):
+            gen.generate([[1, 2]] * 8, max_new_tokens=100_000, progress=False)
+
+
+def children_of(process_id: int) -> list[int]:
+    with contextlib.suppress(subprocess.CalledProcessError):
+        said = subprocess.run(["pgrep", "-P", str(process_id)], capture_output=True, text=True, check=True).stdout
+        return [each for each in map(int, said.split()) if is_running(each)]
+    return []
