@@ -29,9 +29,13 @@ CASES = (
     "elsewhere:llama",
     "accelerates:llama",
     "one_fails:llama",
+    "different_ways:llama",
+    "interrupted_while_waiting:llama",
+    "streams:llama",
 )
 LAST = ("refused:qwen3", "interrupted:llama", "one_is_gone")
 FOUR = ("family:deepseek_v3", "scores:deepseek_v3", "one_fails_in_a_step:deepseek_v3")
+APART = "one_fails_before_its_device:llama"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,8 @@ def test_ranks_agree_on_what_each_sees_differently(two: list[dict[str, Any]]) ->
     assert first["memory"] == second["memory"]
     assert ["cannot be captured" in " ".join(each["capture"]) for each in (first, second)] == [False, True]
     assert "another rank that runs this model could not capture its part" in first["capture"][0]
+    assert first["rehearsal"] == second["rehearsal"]
+    assert "the largest step that this call may come to does not fit" in " ".join(first["rehearsal"][1])
     (tokens, seconds), (others, _) = first["time"], second["time"]
     assert tokens == others and seconds < 20
     assert 0 < sum(map(len, tokens)) < 2000 * len(tokens)
@@ -84,6 +90,28 @@ def test_what_fails_on_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> No
     assert "failed: ValueError: no more of this" in others[1]
     assert "has left its stream" in others[2]
     assert errors[3] == others[3]
+    assert again == again_there and len(again[0]) == 2
+
+
+def test_other_things_exchanged_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
+    (first, again), (second, again_there) = (found["different_ways:llama"] for found in two)
+    assert "at different places (this one: a seed)" in second, second
+    assert first.startswith("RanksError: the 2 ranks"), first
+    assert again == again_there and len(again[0]) == 2
+
+
+def test_an_interrupt_of_all_comes_while_some_wait(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        error, again = found["interrupted_while_waiting:llama"]
+        assert error.startswith("GenerationInterrupted"), error
+        assert len(again[0]) == 2
+
+
+def test_streams_are_left_at_any_time_and_leave_interrupts_to_their_owner(two: list[dict[str, Any]]) -> None:
+    (errors, handlers, again), (others, handlers_there, again_there) = (found["streams:llama"] for found in two)
+    assert all("rank 1 of the 2 that run this model together has left its stream" in each for each in errors), errors
+    assert others == ["nothing", "nothing"]
+    assert handlers == handlers_there == [True, True]
     assert again == again_there and len(again[0]) == 2
 
 
@@ -136,6 +164,16 @@ def test_what_fails_in_a_step_ends_the_call_on_ranks_that_wait_for_their_device(
     for error, seconds, after in errors:
         assert error.startswith(told) and seconds < 20
         assert after.startswith(told) and "start the processes again" in after
+
+
+def test_a_device_that_waits_for_what_one_has_not_launched_ends_the_group(tmp_path: Path) -> None:
+    errors = [found[APART] for found in run_ranks(SCRIPT, tmp_path, 2, APART)]
+    first, after = errors.pop(1)
+    assert first == "MemoryError: no memory in the middle of a step"
+    told = "RanksError: rank 1 of the 2 that run this model together failed: MemoryError: no memory in the middle"
+    for error, again in errors:
+        assert error.startswith(told)
+        assert again == after and again.startswith(told) and "start the processes again" in again
 
 
 @pytest.mark.gpu

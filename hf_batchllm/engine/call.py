@@ -78,7 +78,7 @@ class Call:
         self._use = ModelInUse(model, architecture, config, fusion, notices)
         self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
         self._ranks = architecture.ranks
-        self._began = self._ranks.latest(began or time.time())  # the same moment, as ``generate`` measures ``max_time``
+        self._began = began or time.time()
         self._stage = Stage.NEW
         self._adapters: AdapterTurns | None = None
         self._wiring: Wiring | None = None
@@ -93,12 +93,14 @@ class Call:
         self.job = job
         self.outputs = outputs
         self.timekeeper.switch("planning")
+        self._began = self._ranks.latest("when the call began", self._began)  # as ``generate`` measures ``max_time``
         self._must_agree()
         self._kv.start()
         self._use.check()
         self._plan_it()
         self.planning_seconds = self.timekeeper.seconds
         self.timekeeper.switch("setup")
+        self._ranks.start()
         self._open_memory()
         self.timekeeper.switch("planning")
         self._line_up()
@@ -310,7 +312,8 @@ class Call:
         if self._graphs is not None:
             self._graphs.owner_gets_control()
         self.timekeeper.switch("outside")
-        yield
+        with self._ranks.owner_in_control():
+            yield
         if self._graphs is not None:
             self._graphs.owner_had_control()
         self.timekeeper.switch("results")

@@ -83,7 +83,7 @@ class Endings:
         return late if self._turn is None else [request for request in late if request in self._turn]
 
     def _overdue(self) -> dict[Request, None]:
-        now = self._ranks.latest(time.time()) if self._deadlines else 0.0
+        now = self._ranks.latest("the time", time.time()) if self._deadlines else 0.0
         while self._deadlines:
             (since, seconds), requests = self._deadlines[-1]
             if now - since <= seconds:
@@ -107,7 +107,7 @@ class Endings:
         if self._looks_back:
             self._look_back(requests, counts, tokens, ends)
             if self._calls_criteria:
-                ends = self._ranks.of_first(ends)
+                ends = self._ranks.of_first("what criteria say", ends)
         for row, (has, _) in ends.items():
             if no_token[row, has - 1] and not requests[row].done:
                 raise NothingToDrawError
