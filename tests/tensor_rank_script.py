@@ -111,15 +111,17 @@ def options(name: str) -> Any:
         "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
         "own processor": {"logits_processor": [Shifted(RANK)]},
         "own criterion": {"stopping_criteria": [EndsAfterEven(RANK)]},
+        "own processor of beams": {"num_beams": 3, "logits_processor": [Shifted(RANK)]},
+        "own criterion of beams": {"num_beams": 3, "stopping_criteria": [EndsAfterEven(RANK)]},
         "long": {"max_new_tokens": 30},
     }
     with BatchGenerator(model, page_size=16) as gen, BatchGenerator(whole, page_size=16) as one:
         for kind, some in given.items():
             asked: dict[str, Any] = {"max_new_tokens": 6, **QUIET, **some}
             ours = gen.generate(prompts, **asked)
-            if kind == "own processor":  # what the first rank's say counts
+            if kind.startswith("own processor"):  # what the first rank's say counts
                 asked["logits_processor"] = [Shifted(0)]
-            if kind == "own criterion":
+            if kind.startswith("own criterion"):
                 asked["stopping_criteria"] = [EndsAfterEven(0)]
             wanted = one.generate(prompts, **asked)
             assert ours.token_ids == wanted.token_ids, kind

@@ -82,7 +82,7 @@ class Wiring:
         groups = [self._group(root) for root in roots]
         scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
         scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.use.device.type, 0))
-        beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors)
+        beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors, self._ranks)
         seats = Seats.none(self.use.device)
         graphs = self._graphs_without_picking(seats)
         owners_code = beam_scores.calls_owners_code or job.calls_criteria
