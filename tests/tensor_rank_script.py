@@ -281,8 +281,15 @@ def disagreeing(name: str) -> Any:
             error_of(lambda: gen.generate([[1, 2, 3 + RANK]], max_new_tokens=4, **QUIET)),
             error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4 + RANK, **QUIET)),
             error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, do_sample=True, seed=RANK, **QUIET)),
+            error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, repetition_penalty=1.0 + RANK, **QUIET)),
+            error_of(
+                lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **[{}, {"prompt_logprobs": 1}][RANK], **QUIET)
+            ),
+            error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **[{}, {"max_time": 9.0}][RANK], **QUIET)),
         ]
         drawn = gen.generate([[1, 2, 3]] * 4, max_new_tokens=6, do_sample=True, **QUIET).token_ids
+    with BatchGenerator(sharded(name), max_batch_tokens=16 + RANK) as gen:
+        found.append(error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET)))
     return found, drawn
 
 

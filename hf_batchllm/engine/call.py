@@ -13,6 +13,7 @@ from ..config import BatchConfig
 from ..errors import PromptError
 from ..inputs.base_model import base_model
 from ..inputs.long_prompts import context_of
+from ..inputs.plain_values import plain, plain_options
 from ..inputs.prompts import longest_uncut
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
@@ -115,8 +116,10 @@ class Call:
             return  # to write it all down takes time
         job = self.job
         self._ranks.must_agree("prompts", (prompt.keys.tobytes() + repr(prompt.key).encode() for prompt in job.prompts))
-        asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop
-        self._ranks.must_agree("options", [repr(asked).encode()])
+        forms = None if job.grammars is None else plain(job.grammars.each)
+        asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop, forms
+        self._ranks.must_agree("options", [repr(asked).encode(), repr(plain_options(job.options)).encode()])
+        self._ranks.must_agree("settings of their BatchGenerator", [repr(plain(vars(self._config))).encode()])
 
     def _plan_it(self) -> None:
         job = self.job
