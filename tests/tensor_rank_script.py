@@ -28,7 +28,7 @@ import transformers
 from packaging import version
 from support_device_loop import run_over_twins
 from support_families import build, random_prompts, reference_generate
-from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers import AutoModelForCausalLM, LogitsProcessor, MaxTimeCriteria, StoppingCriteria
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
@@ -271,6 +271,11 @@ def lied_to(name: str) -> Any:
             began = now()
             result = gen.generate(prompts, max_new_tokens=2000, max_time=0.5, **QUIET)
             found["time"] = [each.token_ids for each in result], now() - began
+    time.sleep(0.2 * RANK)
+    criterion = MaxTimeCriteria(max_time=1.0)  # which is older on the first rank
+    with BatchGenerator(model, page_size=16) as gen:
+        result = gen.generate(prompts, max_new_tokens=2000, stopping_criteria=[criterion], **QUIET)
+        found["since"] = [each.token_ids for each in result]
     return found
 
 

@@ -71,6 +71,7 @@ def test_ranks_agree_on_what_each_sees_differently(two: list[dict[str, Any]]) ->
     (tokens, seconds), (others, _) = first["time"], second["time"]
     assert tokens == others and seconds < 20
     assert 0 < sum(map(len, tokens)) < 2000 * len(tokens)
+    assert first["since"] == second["since"]
 
 
 def test_other_prompts_or_options_on_a_rank_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
