@@ -35,7 +35,7 @@ from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
-from hf_batchllm.model import device_memory
+from hf_batchllm.model import architecture, device_memory
 from hf_batchllm.model.runner import ModelRunner
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -470,6 +470,29 @@ def one_fails_before_its_device(name: str) -> Any:
 
 def refused(name: str) -> Any:
     return error_of(lambda: BatchGenerator(sharded(name)))
+
+
+def looked_at_alike(name: str) -> Any:
+    """A generator is made by all ranks, or by none; an error of the owner's that comes again is told again."""
+    model, error = sharded(name), ValueError("no more of this")
+
+    def failing(ids: Any, scores: Any) -> Any:
+        if RANK:
+            raise error
+        return scores
+
+    own = architecture._noted_pass
+
+    def looked(*given: Any) -> Any:
+        noted = own(*given)
+        return 1 / 0 if RANK and given[0] is model else noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "_noted_pass", looked)
+        found = [error_of(lambda: BatchGenerator(model))]
+    with BatchGenerator(model) as gen:
+        asked: dict[str, Any] = {"max_new_tokens": 4, "logits_processor": [failing], **QUIET}
+        return found + [error_of(lambda: gen.generate([[1, 2, 3]], **asked)) for _ in range(2)]
 
 
 def error_of(call: Callable[[], Any]) -> str:

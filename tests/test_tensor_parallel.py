@@ -32,8 +32,9 @@ CASES = (
     "different_ways:llama",
     "interrupted_while_waiting:llama",
     "streams:llama",
+    "looked_at_alike:llama",
 )
-LAST = ("refused:qwen3", "interrupted:llama", "one_is_gone")
+LAST = ("refused:qwen3", "refused:gemma3n", "interrupted:llama", "one_is_gone")
 FOUR = ("family:deepseek_v3", "scores:deepseek_v3", "one_fails_in_a_step:deepseek_v3")
 APART = "one_fails_before_its_device:llama"
 
@@ -144,6 +145,19 @@ def test_generate_of_a_sharded_model_may_be_accelerated(two: list[dict[str, Any]
 def test_heads_that_cannot_be_divided_are_refused_by_name(two: list[dict[str, Any]]) -> None:
     for found in two:
         assert "`k_proj` of a layer has 1 heads, which cannot be divided by 2" in found["refused:qwen3"]
+
+
+def test_activations_that_depend_on_all_others_are_refused_by_name(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "keeps the largest of its activations alone" in found["refused:gemma3n"]
+
+
+def test_a_generator_is_made_by_all_or_by_none(two: list[dict[str, Any]]) -> None:
+    first, second = (found["looked_at_alike:llama"] for found in two)
+    told = "RanksError: rank 1 of the 2 that run this model together failed: "
+    assert second[0].startswith("ZeroDivisionError") and first[0].startswith(told + "ZeroDivisionError")
+    assert all(each.startswith("ValueError") for each in second[1:])
+    assert all(each.startswith(told + "ValueError: no more of this") for each in first[1:]), first
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from .rank_watch import RankWatch
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
 _INTERRUPTED = "was interrupted"
+_KNOWN = "_all_ranks_know"  # what an error has that all of them raise, or have heard of
 
 
 class TensorRanks:
@@ -32,6 +33,8 @@ class TensorRanks:
     hosts: the group over which hosts talk to each other; devices: that of the model itself, and ``exchanged`` says how
     many times this rank's device was to exchange something in it.
     """
+
+    _open: ClassVar[int] = 0  # blocks that fail together, one in another
 
     def __init__(
         self,
@@ -45,7 +48,6 @@ class TensorRanks:
         self._launched = False  # whether graphs of that step are on the device: their sums are not counted
         self._watch = watch
         self._hosts, self._devices = hosts, devices
-        self._agreed: BaseException | None = None  # an error that all ranks raise
         self._interrupts: _Interrupts | None = None  # while steps run
         self.size, self.rank = 1, 0
         if hosts is not None:
@@ -73,21 +75,19 @@ class TensorRanks:
         try:
             most, failed = self._vote(0, what, numbers)
         except RuntimeError as error:  # PyTorch's
-            self._agreed = self._one_is_gone()
-            raise self._agreed from error
+            raise _known(self._one_is_gone()) from error
         if failed is not None and failed[1] == _INTERRUPTED:
-            self._agreed = KeyboardInterrupt()
-            raise self._agreed
+            raise _known(KeyboardInterrupt())
         if failed is not None:
-            self._agreed = RanksError(f"rank {failed[0]} of the {self.size} that run this model together {failed[1]}")
-            raise self._agreed
+            said = f"rank {failed[0]} of the {self.size} that run this model together {failed[1]}"
+            raise _known(RanksError(said))
         highest, lowest, *most = most
         if highest != -lowest:
-            self._agreed = RanksError(
+            differ = RanksError(
                 f"the {self.size} ranks that run this model together are at different places (this one: {what}): "
                 "each rank must make the same calls, with the same prompts and options in the same order"
             )
-            raise self._agreed
+            raise _known(differ)
         return most
 
     def _vote(
@@ -153,10 +153,10 @@ class TensorRanks:
 
         ends: they wait for each other at its end, so that all of them come there, or none.
         """
-        self._agreed = None
         self.check()
         self._are_level()
         ended = False
+        TensorRanks._open += 1
         try:
             with nullcontext() if self._watch is None else self._watch.during_a_call():
                 yield
@@ -165,10 +165,15 @@ class TensorRanks:
                         self.meet("the end of a call")
                     ended = True
         except BaseException as error:
-            if self.size > 1 and error is not self._agreed and not ended:
+            if self.size > 1 and not _is_known(error) and not ended:
                 with self._uninterrupted():
                     self._tell(error)
+                    _known(error)
+            if TensorRanks._open == 1:
+                error.__dict__.pop(_KNOWN, None)  # an owner's code may raise the same one again
             raise
+        finally:
+            TensorRanks._open -= 1
 
     def _tell(self, error: BaseException) -> None:
         """The other ranks of what has happened here."""
@@ -177,7 +182,7 @@ class TensorRanks:
         try:
             self._vote(1 + self.rank, "a failure", why=_in_words(error))
         except RuntimeError:  # PyTorch's; and ``error`` may say what it came to while it waited for that rank
-            raise self._one_is_gone() from error
+            raise _known(self._one_is_gone()) from error
         if self._watch is not None:
             self._watch.all_have_heard()
 
@@ -261,11 +266,11 @@ class TensorRanks:
         number = int.from_bytes(digest.digest(), "big")
         highest, lowest = self.most_of_each(what, number, -number)
         if highest != -lowest:
-            self._agreed = RanksError(
+            differ = RanksError(
                 f"the {self.size} ranks that run this model together have different {what}: each rank must make the "
                 "same calls, with the same prompts and options in the same order"
             )
-            raise self._agreed
+            raise _known(differ)
 
     @contextmanager
     def interrupts(self) -> Iterator[Callable[[int], None]]:
@@ -281,21 +286,20 @@ class TensorRanks:
         def meet(plan: int) -> None:
             interrupted, highest, lowest = self.most_of_each("a step", len(interrupts.came), plan, -plan)
             if interrupted:
-                self._agreed = KeyboardInterrupt()
-                raise self._agreed
+                raise _known(KeyboardInterrupt())
             if highest != -lowest:
-                self._agreed = RanksError(
+                differ = RanksError(
                     f"the {self.size} ranks that run this model together have planned different steps: what a "
                     "scheduler or a callback of your own does must be the same on each of them"
                 )
-                raise self._agreed
+                raise _known(differ)
             self._are_level()
 
         try:
             interrupts.hold_back()
             yield meet
         except BaseException as error:
-            interrupts.let_through(deliver=error is not self._agreed)
+            interrupts.let_through(deliver=not _is_known(error))
             raise
         finally:
             self._interrupts = None
@@ -333,6 +337,16 @@ class _Interrupts:
         signal.signal(signal.SIGINT, self._before)
         if deliver and self.came and callable(self._before):
             self._before(signal.SIGINT, self.came.pop())
+
+
+def _known(error: BaseException) -> BaseException:
+    """That all ranks know of the error, so that none tells it to the others."""
+    error.__dict__[_KNOWN] = True
+    return error
+
+
+def _is_known(error: BaseException) -> bool:
+    return _KNOWN in error.__dict__
 
 
 def _in_words(error: BaseException) -> str:
