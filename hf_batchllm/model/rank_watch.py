@@ -115,6 +115,8 @@ class RankWatch:
                 elif self._calls:
                     self._due = time.monotonic() + self._grace, rank, why, gone
             if not waiting.get_map():
+                waiting.close()
+                self.close()
                 return
 
     def _read(self, rank: int) -> bool:
@@ -151,6 +153,12 @@ class RankWatch:
         # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.
         threading.Thread(target=self._release, name="hf_batchllm-release", daemon=True).start()
 
+    def leave(self) -> None:
+        """The group is no more, and another one has come: the threads of all ranks end."""
+        for end in self._peers.values():
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         _open.discard(self)
         for end in self._peers.values():
@@ -173,7 +181,9 @@ def _connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> di
     while len(peers) < size - 1:
         peer, _address = listener.accept()
         peer.settimeout(10)
-        said = peer.recv(20, socket.MSG_WAITALL)
+        said = b""
+        with contextlib.suppress(OSError):  # whoever else has found the port, and says nothing
+            said = peer.recv(20, socket.MSG_WAITALL)
         if said[:16] == known and len(said) == 20:
             peers[int.from_bytes(said[16:], "big")] = peer
         else:

@@ -374,6 +374,8 @@ def ranks_of(model: nn.Module) -> TensorRanks:
     members = tuple(dist.get_process_group_ranks(devices))
     made = _hosts_of.get(members)
     if made is None or made[0] is not devices:
+        if made is not None:
+            made[2].leave()
         hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
         made = _hosts_of[members] = devices, hosts, _watched(devices, hosts)
     backend = devices._get_backend(next(model.parameters()).device)
