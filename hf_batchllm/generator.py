@@ -385,7 +385,8 @@ class BatchGenerator:
     def _new_call(self, **of_several: Any) -> Call:
         """``of_several``: what a call has that several processes run together."""
         self.last_report = None
-        self.architecture = self._kv.architecture = look_again(self.architecture, self.model)
+        with self.architecture.ranks.failing_together(ends=False):
+            self.architecture = self._kv.architecture = look_again(self.architecture, self.model)
         return Call(self.model, self.architecture, self.config, self._kv, self._notices, self._fusion, **of_several)
 
     # -- results -----------------------------------------------------------------------------------------------

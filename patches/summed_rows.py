@@ -19,6 +19,8 @@ from .sharded_modules import local
 class Sums(Protocol):
     """How ranks add up what each of them has: through their process group, or in memory that all of them reach."""
 
+    made: int  # how many, that the process group does not know of
+
     def begin(self) -> None:
         """All ranks are about to run the model once."""
 
@@ -37,6 +39,7 @@ class GroupSums:
 
         self._all_reduce: Callable[..., Any] = dist.all_reduce
         self.group = group
+        self.made = 0
 
     def begin(self) -> None:
         pass

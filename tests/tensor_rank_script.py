@@ -28,14 +28,14 @@ import transformers
 from packaging import version
 from support_device_loop import run_over_twins
 from support_families import build, random_prompts, reference_generate
-from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers import AutoModelForCausalLM, LogitsProcessor, MaxTimeCriteria, StoppingCriteria
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
-from hf_batchllm.model import device_memory
+from hf_batchllm.model import architecture, device_memory
 from hf_batchllm.model.runner import ModelRunner
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -111,15 +111,17 @@ def options(name: str) -> Any:
         "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
         "own processor": {"logits_processor": [Shifted(RANK)]},
         "own criterion": {"stopping_criteria": [EndsAfterEven(RANK)]},
+        "own processor of beams": {"num_beams": 3, "logits_processor": [Shifted(RANK)]},
+        "own criterion of beams": {"num_beams": 3, "stopping_criteria": [EndsAfterEven(RANK)]},
         "long": {"max_new_tokens": 30},
     }
     with BatchGenerator(model, page_size=16) as gen, BatchGenerator(whole, page_size=16) as one:
         for kind, some in given.items():
             asked: dict[str, Any] = {"max_new_tokens": 6, **QUIET, **some}
             ours = gen.generate(prompts, **asked)
-            if kind == "own processor":  # what the first rank's say counts
+            if kind.startswith("own processor"):  # what the first rank's say counts
                 asked["logits_processor"] = [Shifted(0)]
-            if kind == "own criterion":
+            if kind.startswith("own criterion"):
                 asked["stopping_criteria"] = [EndsAfterEven(0)]
             wanted = one.generate(prompts, **asked)
             assert ours.token_ids == wanted.token_ids, kind
@@ -236,6 +238,37 @@ def lied_to(name: str) -> Any:
         assert result.token_ids == wanted
         found["capture"] = [str(each.message) for each in told]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphLauncher, "_is_behind", lambda _: True)
+        patch.setattr(DecodeRows, "capture", lambda rows, pool: None)
+        patch.setattr(DecodeGraphs, "_capture", DecodeGraphs._on_all_ranks)
+        own_rows = DecodeGraphs._make
+
+        def make(graphs: DecodeGraphs, size: int) -> DecodeRows:
+            if RANK and graphs._preparing:
+                raise torch.OutOfMemoryError("no room for a graph")
+            return own_rows(graphs, size)
+
+        patch.setattr(DecodeGraphs, "_make", make)
+        with BatchGenerator(model, page_size=16) as gen:
+            assert gen.generate(prompts, max_new_tokens=14, **QUIET).token_ids == wanted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory.HostMemory, "free", lambda self: 60_000_000)
+        patch.setattr(device_memory.HostMemory, "taken_at_once", True)
+        own_step, steps = ModelRunner.step, []
+
+        def step(runner: ModelRunner, *given: Any) -> Any:
+            logits = own_step(runner, *given)
+            steps.append(1)
+            if RANK and len(steps) == 1:
+                raise torch.OutOfMemoryError("no memory for the step that is tried")
+            return logits
+
+        patch.setattr(ModelRunner, "step", step)
+        with BatchGenerator(model, page_size=16) as gen, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tight = gen.generate([[1, 2, each % 90] for each in range(6000)], max_new_tokens=2, **QUIET)
+        found["rehearsal"] = tight.report.kv_memory, [str(each.message) for each in told]
+    with pytest.MonkeyPatch.context() as patch:
         now = time.time
         patch.setattr(time, "time", lambda: now() + 1000 * RANK)  # the call begins late for all of them
         with BatchGenerator(model, page_size=16) as gen:
@@ -244,6 +277,11 @@ def lied_to(name: str) -> Any:
             began = now()
             result = gen.generate(prompts, max_new_tokens=2000, max_time=0.5, **QUIET)
             found["time"] = [each.token_ids for each in result], now() - began
+    time.sleep(0.2 * RANK)
+    criterion = MaxTimeCriteria(max_time=1.0)  # which is older on the first rank
+    with BatchGenerator(model, page_size=16) as gen:
+        result = gen.generate(prompts, max_new_tokens=2000, stopping_criteria=[criterion], **QUIET)
+        found["since"] = [each.token_ids for each in result]
     return found
 
 
@@ -254,9 +292,69 @@ def disagreeing(name: str) -> Any:
             error_of(lambda: gen.generate([[1, 2, 3 + RANK]], max_new_tokens=4, **QUIET)),
             error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4 + RANK, **QUIET)),
             error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, do_sample=True, seed=RANK, **QUIET)),
+            error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, repetition_penalty=1.0 + RANK, **QUIET)),
+            error_of(
+                lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **[{}, {"prompt_logprobs": 1}][RANK], **QUIET)
+            ),
+            error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **[{}, {"max_time": 9.0}][RANK], **QUIET)),
         ]
         drawn = gen.generate([[1, 2, 3]] * 4, max_new_tokens=6, do_sample=True, **QUIET).token_ids
+    with BatchGenerator(sharded(name), max_batch_tokens=16 + RANK) as gen:
+        found.append(error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET)))
     return found, drawn
+
+
+def different_ways(name: str) -> Any:
+    """What ranks exchange at the same time is not the same thing."""
+    sampled: dict[str, Any] = {"do_sample": True} if RANK else {}
+    with BatchGenerator(sharded(name)) as gen:
+        found = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **sampled, **QUIET))
+        return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
+
+
+def interrupted_while_waiting(name: str) -> Any:
+    """By a terminal, all of them: one plans for long, and the others wait for what it will say."""
+
+    def prompts() -> Any:
+        if RANK == RANKS - 1:
+            time.sleep(1.0)
+        yield [1, 2, 3]
+
+    with BatchGenerator(sharded(name)) as gen:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        found = error_of(lambda: gen.generate(prompts(), max_new_tokens=4, **QUIET))
+        return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
+
+
+def streams(name: str) -> Any:
+    """Left before anything ran, and by one while another takes its time; Ctrl-C is the owner's between results."""
+    model = sharded(name)
+
+    def left(given: Any, *, slow: float, **options: Any) -> list[int]:
+        read = []
+        for result in gen.stream(given, max_new_tokens=5, **options):
+            read.append(result.index)
+            if RANK:
+                break
+            time.sleep(slow)
+        return read
+
+    with BatchGenerator(model) as gen, BatchGenerator(model) as other, pytest.MonkeyPatch.context() as patch:
+        errors = [error_of(lambda: left([[], [1, 2, 3]], slow=0, on_error="record"))]
+        patch.setattr(gen.architecture.ranks._watch, "_grace", 0.3)
+        errors.append(error_of(lambda: left([[1, 2, 3]] * 4, slow=1.0)))
+        before = signal.getsignal(signal.SIGINT)
+        first, second = (each.stream([[1, 2, 3]] * 4, max_new_tokens=5) for each in (gen, other))
+        next(first), next(second)
+        handlers = [signal.getsignal(signal.SIGINT)]
+        first.close()
+        second.close()
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return (
+            errors,
+            [each is before for each in handlers],
+            gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids,
+        )
 
 
 def interrupted(name: str) -> Any:
@@ -354,8 +452,53 @@ def one_fails_in_a_step(name: str) -> Any:
         return first, took, error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET))
 
 
+def one_fails_before_its_device(name: str) -> Any:
+    """It has launched less of a step than the others, which hear of it by themselves."""
+    model = sharded(name)
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
+        ranks = gen.architecture.ranks
+        own, steps = ModelRunner.step, []
+
+        def step(self: ModelRunner, *given: Any) -> Any:
+            steps.append(1)
+            if len(steps) == 4 and RANK == 1:
+                raise MemoryError("no memory in the middle of a step")
+            if len(steps) == 4:
+                patch.setattr(ranks, "_exchanged", lambda: 1000)  # of them, the device waits for the first
+                return torch.zeros(1, 101)
+            return own(self, *given)
+
+        patch.setattr(ModelRunner, "step", step)
+        first = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
+        patch.undo()
+        return first, error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET))
+
+
 def refused(name: str) -> Any:
     return error_of(lambda: BatchGenerator(sharded(name)))
+
+
+def looked_at_alike(name: str) -> Any:
+    """A generator is made by all ranks, or by none; an error of the owner's that comes again is told again."""
+    model, error = sharded(name), ValueError("no more of this")
+
+    def failing(ids: Any, scores: Any) -> Any:
+        if RANK:
+            raise error
+        return scores
+
+    own = architecture._noted_pass
+
+    def looked(*given: Any) -> Any:
+        noted = own(*given)
+        return 1 / 0 if RANK and given[0] is model else noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "_noted_pass", looked)
+        found = [error_of(lambda: BatchGenerator(model))]
+    with BatchGenerator(model) as gen:
+        asked: dict[str, Any] = {"max_new_tokens": 4, "logits_processor": [failing], **QUIET}
+        return found + [error_of(lambda: gen.generate([[1, 2, 3]], **asked)) for _ in range(2)]
 
 
 def error_of(call: Callable[[], Any]) -> str:

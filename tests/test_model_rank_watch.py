@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -39,6 +40,7 @@ def two_watches() -> tuple[list[RankWatch], list[threading.Event]]:
 def test_a_failure_that_no_host_hears_of_ends_the_group_of_all() -> None:
     watches, ended = two_watches()
     with watches[0].during_a_call():
+        watches[0].start()
         watches[1].tell("failed: no memory")
         assert all(each.wait(10) for each in ended)
     assert [each.failure for each in watches] == [(1, "failed: no memory")] * 2
@@ -52,6 +54,7 @@ def test_a_failure_that_all_hear_of_ends_no_group(where: str) -> None:
         watches[1].tell("failed")
         time.sleep(2 * GRACE)
     with watches[0].during_a_call():
+        watches[0].start()
         if where == "heard":
             watches[1].tell("failed in the call before")
             watches[1].all_have_heard()
@@ -63,6 +66,31 @@ def test_a_failure_that_all_hear_of_ends_no_group(where: str) -> None:
             time.sleep(2 * GRACE)
     assert not any(each.is_set() for each in ended)
     assert [each.failure for each in watches] == [None, None]
+
+
+@pytest.mark.parametrize("where", ["planning", "owner"])
+def test_a_failure_waits_for_a_host_that_no_device_keeps(where: str) -> None:
+    """It may plan for long, or its owner may read a result of a stream: it hears of the failure when it goes on."""
+    watches, ended = two_watches()
+    with watches[0].during_a_call():
+        if where == "owner":
+            watches[0].start()
+        with watches[0].elsewhere() if where == "owner" else contextlib.nullcontext():
+            watches[1].tell("failed")
+            time.sleep(3 * GRACE)
+        assert not any(each.is_set() for each in ended)
+        watches[0].start()
+        assert all(each.wait(10) for each in ended), "it did not come to hear of it"
+
+
+def test_a_call_within_a_call_leaves_the_outer_one_watched() -> None:
+    watches, ended = two_watches()
+    with watches[0].during_a_call():
+        watches[0].start()
+        with watches[0].during_a_call():
+            watches[0].start()
+        watches[1].tell("failed")
+        assert all(each.wait(10) for each in ended)
 
 
 def test_a_process_that_is_gone_ends_the_group_at_once() -> None:

@@ -29,9 +29,14 @@ CASES = (
     "elsewhere:llama",
     "accelerates:llama",
     "one_fails:llama",
+    "different_ways:llama",
+    "interrupted_while_waiting:llama",
+    "streams:llama",
+    "looked_at_alike:llama",
 )
-LAST = ("refused:qwen3", "interrupted:llama", "one_is_gone")
+LAST = ("refused:qwen3", "refused:gemma3n", "interrupted:llama", "one_is_gone")
 FOUR = ("family:deepseek_v3", "scores:deepseek_v3", "one_fails_in_a_step:deepseek_v3")
+APART = "one_fails_before_its_device:llama"
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +67,19 @@ def test_ranks_agree_on_what_each_sees_differently(two: list[dict[str, Any]]) ->
     assert first["memory"] == second["memory"]
     assert ["cannot be captured" in " ".join(each["capture"]) for each in (first, second)] == [False, True]
     assert "another rank that runs this model could not capture its part" in first["capture"][0]
+    assert first["rehearsal"] == second["rehearsal"]
+    assert "the largest step that this call may come to does not fit" in " ".join(first["rehearsal"][1])
     (tokens, seconds), (others, _) = first["time"], second["time"]
     assert tokens == others and seconds < 20
     assert 0 < sum(map(len, tokens)) < 2000 * len(tokens)
+    assert first["since"] == second["since"]
 
 
 def test_other_prompts_or_options_on_a_rank_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
     (errors, drawn), (others, drawn_there) = (found["disagreeing:llama"] for found in two)
     assert errors == others
-    assert "different prompts" in errors[0] and all("different options" in each for each in errors[1:])
+    assert "different prompts" in errors[0] and all("different options" in each for each in errors[1:-1])
+    assert "different settings of their BatchGenerator" in errors[-1]
     assert all(each.startswith("RanksError: the 2 ranks that run this model together") for each in errors)
     assert drawn == drawn_there and drawn[0] != drawn[1], "the first rank's seed is that of all"
 
@@ -84,6 +93,28 @@ def test_what_fails_on_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> No
     assert "failed: ValueError: no more of this" in others[1]
     assert "has left its stream" in others[2]
     assert errors[3] == others[3]
+    assert again == again_there and len(again[0]) == 2
+
+
+def test_other_things_exchanged_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
+    (first, again), (second, again_there) = (found["different_ways:llama"] for found in two)
+    assert "at different places (this one: a seed)" in second, second
+    assert first.startswith("RanksError: the 2 ranks"), first
+    assert again == again_there and len(again[0]) == 2
+
+
+def test_an_interrupt_of_all_comes_while_some_wait(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        error, again = found["interrupted_while_waiting:llama"]
+        assert error.startswith("GenerationInterrupted"), error
+        assert len(again[0]) == 2
+
+
+def test_streams_are_left_at_any_time_and_leave_interrupts_to_their_owner(two: list[dict[str, Any]]) -> None:
+    (errors, handlers, again), (others, handlers_there, again_there) = (found["streams:llama"] for found in two)
+    assert all("rank 1 of the 2 that run this model together has left its stream" in each for each in errors), errors
+    assert others == ["nothing", "nothing"]
+    assert handlers == handlers_there == [True, True]
     assert again == again_there and len(again[0]) == 2
 
 
@@ -116,6 +147,19 @@ def test_heads_that_cannot_be_divided_are_refused_by_name(two: list[dict[str, An
         assert "`k_proj` of a layer has 1 heads, which cannot be divided by 2" in found["refused:qwen3"]
 
 
+def test_activations_that_depend_on_all_others_are_refused_by_name(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "keeps the largest of its activations alone" in found["refused:gemma3n"]
+
+
+def test_a_generator_is_made_by_all_or_by_none(two: list[dict[str, Any]]) -> None:
+    first, second = (found["looked_at_alike:llama"] for found in two)
+    told = "RanksError: rank 1 of the 2 that run this model together failed: "
+    assert second[0].startswith("ZeroDivisionError") and first[0].startswith(told + "ZeroDivisionError")
+    assert all(each.startswith("ValueError") for each in second[1:])
+    assert all(each.startswith(told + "ValueError: no more of this") for each in first[1:]), first
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(SCRIPT, tmp_path_factory.mktemp("four"), 4, *FOUR)
@@ -136,6 +180,16 @@ def test_what_fails_in_a_step_ends_the_call_on_ranks_that_wait_for_their_device(
     for error, seconds, after in errors:
         assert error.startswith(told) and seconds < 20
         assert after.startswith(told) and "start the processes again" in after
+
+
+def test_a_device_that_waits_for_what_one_has_not_launched_ends_the_group(tmp_path: Path) -> None:
+    errors = [found[APART] for found in run_ranks(SCRIPT, tmp_path, 2, APART)]
+    first, after = errors.pop(1)
+    assert first == "MemoryError: no memory in the middle of a step"
+    told = "RanksError: rank 1 of the 2 that run this model together failed: MemoryError: no memory in the middle"
+    for error, again in errors:
+        assert error.startswith(told)
+        assert again == after and again.startswith(told) and "start the processes again" in again
 
 
 @pytest.mark.gpu

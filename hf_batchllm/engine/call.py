@@ -13,6 +13,7 @@ from ..config import BatchConfig
 from ..errors import PromptError
 from ..inputs.base_model import base_model
 from ..inputs.long_prompts import context_of
+from ..inputs.plain_values import plain, plain_options
 from ..inputs.prompts import longest_uncut
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
@@ -80,7 +81,7 @@ class Call:
         self._use = ModelInUse(model, architecture, config, fusion, notices)
         self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
         self._ranks = architecture.ranks
-        self._began = self._ranks.latest(began or time.time())  # the same moment, as ``generate`` measures ``max_time``
+        self._began = began or time.time()
         self._stage = Stage.NEW
         self._adapters: AdapterTurns | None = None
         self._wiring: Wiring | None = None
@@ -95,12 +96,14 @@ class Call:
         self.job = job
         self.outputs = outputs
         self.timekeeper.switch("planning")
+        self._began = self._ranks.latest("when the call began", self._began)  # as ``generate`` measures ``max_time``
         self._must_agree()
         self._kv.start()
         self._use.check()
         self._plan_it()
         self.planning_seconds = self.timekeeper.seconds
         self.timekeeper.switch("setup")
+        self._ranks.start()
         self._open_memory()
         self.timekeeper.switch("planning")
         self._line_up()
@@ -115,8 +118,10 @@ class Call:
             return  # to write it all down takes time
         job = self.job
         self._ranks.must_agree("prompts", (prompt.keys.tobytes() + repr(prompt.key).encode() for prompt in job.prompts))
-        asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop
-        self._ranks.must_agree("options", [repr(asked).encode()])
+        forms = None if job.grammars is None else plain(job.grammars.each)
+        asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop, forms
+        self._ranks.must_agree("options", [repr(asked).encode(), repr(plain_options(job.options)).encode()])
+        self._ranks.must_agree("settings of their BatchGenerator", [repr(plain(vars(self._config))).encode()])
 
     def _plan_it(self) -> None:
         job = self.job
@@ -312,7 +317,8 @@ class Call:
         if self._graphs is not None:
             self._graphs.owner_gets_control()
         self.timekeeper.switch("outside")
-        yield
+        with self._ranks.owner_in_control():
+            yield
         if self._graphs is not None:
             self._graphs.owner_had_control()
         self.timekeeper.switch("results")

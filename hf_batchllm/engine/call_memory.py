@@ -47,7 +47,8 @@ class CallMemory:
         budget = self._config.max_batch_tokens
         if budget is None:
             ranks = self._use.architecture.ranks
-            budget = ranks.least(tokens_in_a_step(self._use.model, self._use.device, self._kv.within_reach()))
+            budget = tokens_in_a_step(self._use.model, self._use.device, self._kv.within_reach())
+            budget = ranks.least("tokens in a step", budget)
         config, job = self._config, self._job
         in_order = config.scheduler == "groups" and not config.keep_prefixes and job.adapters is None
         most = self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)

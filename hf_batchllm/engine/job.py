@@ -209,7 +209,7 @@ class JobChecks:
         if not any(options.do_sample for options in resolved):
             seeds = None
         elif seeds is None:
-            seeds = architecture.ranks.of_first(self._drawn_seed())
+            seeds = architecture.ranks.of_first("a seed", self._drawn_seed())
         can_stop = [rules[place].can_stop for place in places]
         return Job(
             good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed, grammars

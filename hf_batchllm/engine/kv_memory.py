@@ -70,6 +70,8 @@ class KVMemory:
 
     def start(self) -> None:
         """A call begins."""
+        if self.architecture.ranks.any("what the KV cache kept", self.cache is None):
+            self.clear()  # what one rank has not kept is of no use to the others
         self.memory = self._device_memory()
         self.memory.start()
 
@@ -137,11 +139,6 @@ class KVMemory:
 
     def settle(self) -> None:
         """A call has ended well: keep the pages of kept prefixes, free the others."""
-        self._settle()
-        if self.architecture.ranks.any(self.cache is None):
-            self.clear()  # what one rank has not kept is of no use to the others
-
-    def _settle(self) -> None:
         if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
             self.clear()
             return
@@ -180,7 +177,7 @@ class KVMemory:
         except Exception as error:  # copies of weights that do not lie in order
             if not is_out_of_memory(error):
                 raise
-        holds = not self.architecture.ranks.any(not holds)
+        holds = not self.architecture.ranks.any("kept prefixes", not holds)
         if self.cache is not None and not holds:
             self.cache.forget_kept()
             self.clear()
@@ -361,7 +358,7 @@ class KVMemory:
             if not is_out_of_memory(error):
                 raise
             failed = error
-        if self.architecture.ranks.any(failed is not None):
+        if self.architecture.ranks.any("room for the KV cache", failed is not None):
             raise failed or torch.OutOfMemoryError("another rank that runs this model has no memory for its part")
 
     def _grow(self, room: Room, needed: Room) -> None:

@@ -79,7 +79,7 @@ class AtOnce:
             self.timekeeper.switch("tokens")
             with self.runner.adapted():
                 tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
-            tokens = self._ranks.of_first(tokens)
+            tokens = self._ranks.of_first("picked tokens", tokens)
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
 
     def tokens_were_seen(self) -> None:

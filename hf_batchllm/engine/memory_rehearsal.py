@@ -34,6 +34,7 @@ from ..results.sharing_plan import SharingPlan
 from ..sampling.host_sampler import SCORES_AT_ONCE
 from .device_loop.graph_sizes import size_of, sizes_up_to
 
+_OBJECTS, _NO_MEMORY = 1, 2  # how a step may fail
 _LONGEST = 1024  # tokens of a sequence in the rehearsal, which needs as many slots of a cache
 _MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit the next
 _UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
@@ -142,7 +143,7 @@ class Rehearsals:
             return None
         found = _rehearsed(runner, backend.storage, step, memory)
         if found is not None:
-            found = architecture.ranks.most(found)
+            found = architecture.ranks.most("what a step takes", found)
         if not backend.does_all:
             found = None  # some layers run in plain PyTorch, whose memory depends on the sequences
         if cast is None:  # autocast keeps copies of weights until its block ends; the next block makes them again
@@ -190,14 +191,19 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
     batch = builder.build(_made_up(step, storage.num_pages, storage.page_size))
     memory.trim()
     memory.mark()
+    failed: Exception | None = None
     try:
         with current_device(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
             runner.step(batch)
     except Exception as error:
         runner.restore()
         traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
-        if is_out_of_memory(error):
-            raise
+        failed = error
+    how_badly = 0 if failed is None else _NO_MEMORY if is_out_of_memory(failed) else _OBJECTS
+    worst = runner.architecture.ranks.failed("a step that is tried", how_badly, failed)
+    if worst == _NO_MEMORY:
+        raise failed if how_badly == worst and failed else torch.OutOfMemoryError("another rank has no memory for it")
+    if worst == _OBJECTS:
         return None  # the model objects to these made-up tokens: only its errors about real ones count
     peak = memory.peak()
     memory.trim()

@@ -82,7 +82,7 @@ class Wiring:
         groups = [self._group(root) for root in roots]
         scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
         scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.use.device.type, 0))
-        beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors)
+        beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors, self._ranks)
         seats = Seats.none(self.use.device)
         graphs = self._graphs_without_picking(seats)
         owners_code = beam_scores.calls_owners_code or job.calls_criteria
@@ -121,14 +121,16 @@ class Wiring:
             return launcher, _DEPTH.get(device.type, 1)
         depth = config.steps_per_sync
         if depth is None:
-            depth = 2 * self._ranks.least(times_in_a_row(self.use.model, device)) if device.type == "cuda" else 1
+            depth = 1
+            if device.type == "cuda":
+                depth = 2 * self._ranks.least("steps in a row", times_in_a_row(self.use.model, device))
         picking = picking_of(self.job, self.use)
         longest = max((request.max_new_tokens for request in self.requests), default=1)
         reason = why_by_host(self.job, outputs, picking, depth)
         if reason is None:
             outputs.set_aside(longest, self.use.architecture.head_rows, device)
             reason = outputs.why_by_host
-            if self._ranks.any(reason is not None):
+            if self._ranks.any("room to pick tokens", reason is not None):
                 reason = reason or "another rank that runs this model has too little memory to do it on its device"
         if reason is not None:
             if device.type == "cuda":

@@ -101,8 +101,10 @@ def inspect_model(model: nn.Module) -> Architecture:
     (calls, states, selects_rows), made = _attention_calls(inner, name, look)
     ranks = ranks_of(inner)
     if ranks.size > 1:  # the copy has the heads of all ranks: the model itself shows those that are here
-        refuse_adapters_of_sharded(model, name)
-        notes = _noted_pass(inner, device, ATTENTION_NAME, selects_rows)[0]
+        with ranks.failing_together():
+            refuse_adapters_of_sharded(model, name)
+            ranks.start()
+            notes = _noted_pass(inner, device, ATTENTION_NAME, selects_rows)[0]
         calls, states = notes.noted, notes.states.noted
     refuse_by_states(inner, layer_kinds(inner), states, name)
     _refuse_by_calls(inner, name, calls, states)

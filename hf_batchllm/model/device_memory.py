@@ -215,7 +215,7 @@ class SharedMemory:
         self.mark, self.peak, self.highest = own.mark, own.peak, own.highest
 
     def free(self) -> int:
-        return self._ranks.least(self._own.free())
+        return self._ranks.least("free memory", self._own.free())
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

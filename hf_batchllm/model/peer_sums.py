@@ -34,9 +34,9 @@ class Ranks(Protocol):
     size: int
     rank: int
 
-    def any(self, said: bool) -> bool: ...
+    def any(self, what: str, said: bool) -> bool: ...
 
-    def have_the_same(self, parts: Iterable[bytes]) -> bool: ...
+    def have_the_same(self, what: str, parts: Iterable[bytes]) -> bool: ...
 
 
 class CannotReachPeers(Exception):
@@ -47,7 +47,7 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device, width: int, d
     """For sums of so many numbers in a row. Every rank asks, and all of them get it or CannotReachPeers."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    if not ranks.have_the_same([socket.gethostname().encode()]):
+    if not ranks.have_the_same("machines", [socket.gethostname().encode()]):
         raise CannotReachPeers("the GPUs are in several machines")
     slot = _SLOT_ROWS * width * dtype.itemsize
     of_signals = MOST_PROGRAMS * ranks.size * 4
@@ -75,7 +75,7 @@ def _on_all(ranks: Ranks, make: Any) -> Any:
         made = make()
     except Exception as error:
         failed = error
-    if ranks.any(failed is not None):
+    if ranks.any("memory for sums", failed is not None):
         said = (
             "that cannot be done on another rank"
             if failed is None
@@ -128,6 +128,7 @@ class PeerSums:
         self._ended = ended
         self._held = held
         self._next = 0
+        self.made = 0
         self._most = min(slots[0][0].nbytes, _MOST_BYTES.get(len(signals), _MOST_BYTES_OF_MORE))
         self._views: dict[tuple[int, int, int, torch.dtype], list[torch.Tensor]] = {}
         _in_use.add(self)
@@ -176,6 +177,7 @@ class PeerSums:
     def _parts(self, rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """What each rank has in the next slot."""
         slot, self._next = self._next, 1 - self._next
+        self.made += 1
         key = slot, rows, width, dtype
         if key not in self._views:
             if len(self._views) > 4096:

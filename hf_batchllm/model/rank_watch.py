@@ -40,20 +40,38 @@ class RankWatch:
         self._peers = _connected(rank, size, exchange)
         self._buffers = dict.fromkeys(self._peers, b"")
         self._lock = threading.Lock()
-        self._in_a_call = False
+        self._calls = 0  # of which one may be within another, whose stream is open
+        self._planning = False  # nothing of the latest call is on the device
+        self._elsewhere = 0  # the host is in its owner's hands
         self._listens = False  # the host is where the others' failures reach it
-        self._due: tuple[float, int, str] | None = None  # when the group is ended, unless the host comes before
+        # When the group is ended, unless the host comes before; the rank, what it said, and whether it is gone.
+        self._due: tuple[float, int, str, bool] | None = None
         self.failure: tuple[int, str] | None = None  # the rank, and what has become of it; the group is ended then
         _open.add(self)
         threading.Thread(target=self._watch, name="hf_batchllm-ranks", daemon=True).start()
 
     @contextlib.contextmanager
     def during_a_call(self) -> Iterator[None]:
-        self._in_a_call = True
+        self._calls, self._planning = self._calls + 1, True
         try:
             yield
         finally:
-            self._in_a_call, self._due = False, None
+            self._calls, self._planning = self._calls - 1, False
+            if not self._calls:
+                self._due = None
+
+    def start(self) -> None:
+        """The call has been planned. Until then no device is waited for, and planning may take long."""
+        self._planning = False
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """While the host is in its owner's hands, who may take his time."""
+        self._elsewhere += 1
+        try:
+            yield
+        finally:
+            self._elsewhere -= 1
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -89,12 +107,16 @@ class RankWatch:
                     waiting.unregister(key.fileobj)
             due = self._due
             if due is not None and time.monotonic() >= due[0]:
+                _, rank, why, gone = due
                 self._due = None
-                if self._in_a_call and not self._listens:
-                    self._end(due[1], due[2])
-                elif self._in_a_call:
-                    self._due = time.monotonic() + self._grace, due[1], due[2]
+                comes = self._listens or (not gone and (self._planning or self._elsewhere > 0))
+                if self._calls and not comes:
+                    self._end(rank, why)
+                elif self._calls:
+                    self._due = time.monotonic() + self._grace, rank, why, gone
             if not waiting.get_map():
+                waiting.close()
+                self.close()
                 return
 
     def _read(self, rank: int) -> bool:
@@ -103,28 +125,39 @@ class RankWatch:
         except OSError:
             data = b""
         if not data:
-            self._heard(rank, "is gone: its process was killed, or has ended", 0.0)
+            self._heard(rank, "is gone: its process was killed, or has ended", gone=True)
             return False
         *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
             if "failed" in message:
-                self._heard(message["failed"], message["why"], self._grace)
+                self._heard(message["failed"], message["why"])
             elif "heard" in message:  # this may be read in the next call
                 self._due = None
             elif self.failure is None:  # another one has ended the group
                 self._end(message["ended"], message["why"])
         return True
 
-    def _heard(self, rank: int, why: str, grace: float) -> None:
-        if self._in_a_call and self._due is None and self.failure is None:
-            self._due = time.monotonic() + grace, rank, why
+    def _heard(self, rank: int, why: str, gone: bool = False) -> None:
+        if self._calls and self._due is None and self.failure is None:
+            self._due = time.monotonic() + (0.0 if gone else self._grace), rank, why, gone
+
+    def end(self, rank: int, why: str) -> None:
+        """The devices' group, as hosts have found that devices wait in it for ever."""
+        if self.failure is None:
+            self._end(rank, why)
 
     def _end(self, rank: int, why: str) -> None:
         self.failure = rank, why
         self._send({"ended": rank, "why": why})  # one that has ended it already does not answer
         # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.
         threading.Thread(target=self._release, name="hf_batchllm-release", daemon=True).start()
+
+    def leave(self) -> None:
+        """The group is no more, and another one has come: the threads of all ranks end."""
+        for end in self._peers.values():
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         _open.discard(self)
@@ -148,7 +181,9 @@ def _connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> di
     while len(peers) < size - 1:
         peer, _address = listener.accept()
         peer.settimeout(10)
-        said = peer.recv(20, socket.MSG_WAITALL)
+        said = b""
+        with contextlib.suppress(OSError):  # whoever else has found the port, and says nothing
+            said = peer.recv(20, socket.MSG_WAITALL)
         if said[:16] == known and len(said) == 20:
             peers[int.from_bytes(said[16:], "big")] = peer
         else:

@@ -59,6 +59,7 @@ def _why_not_tensor_parallel(model: Any) -> str | None:
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     if "sequence_parallel" in plan.values():
         return "with a part of the sequence on each process"
+    config = model.config.get_text_config(decoder=True)
     for module in model.modules():
         for name in ("q_proj", "k_proj"):
             projection, width = getattr(module, name, None), getattr(module, "head_dim", None)
@@ -66,4 +67,11 @@ def _why_not_tensor_parallel(model: Any) -> str | None:
                 heads = projection.out_features // width
                 if heads % size:
                     return f"and `{name}` of a layer has {heads} heads, which cannot be divided by {size}"
+        projection, heads = getattr(module, "query_key_value", None), getattr(config, "num_attention_heads", 0)
+        if isinstance(projection, torch.nn.Linear) and gives_its_part(projection) and heads % size:
+            return f"and `query_key_value` of a layer has {heads} heads, which cannot be divided by {size}"
+        sparse, gate = getattr(module, "activation_sparsity", 0), getattr(module, "gate_proj", None)
+        if sparse and isinstance(gate, torch.nn.Linear) and gives_its_part(gate):
+            # Gemma 3n: what the largest activations are depends on all of them.
+            return "and keeps the largest of its activations alone, of which each process has a part"
     return None

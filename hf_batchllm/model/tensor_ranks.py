@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from .rank_watch import RankWatch
 
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
+_INTERRUPTED = "was interrupted"
+_KNOWN = "_all_ranks_know"  # what an error has that all of them raise, or have heard of
 
 
 class News(Protocol):
@@ -40,14 +43,26 @@ class News(Protocol):
 class TensorRanks:
     """One rank of ``size``. Alone, it agrees with itself at no cost.
 
-    hosts: the group over which hosts talk to each other; devices: that of the model itself.
+    hosts: the group over which hosts talk to each other; devices: that of the model itself, and ``exchanged`` says how
+    many times this rank's device was to exchange something in it.
     """
 
-    def __init__(self, hosts: Any = None, devices: Any = None, watch: RankWatch | None = None) -> None:
+    _open: ClassVar[int] = 0  # blocks that fail together, one in another
+
+    def __init__(
+        self,
+        hosts: Any = None,
+        devices: Any = None,
+        watch: RankWatch | None = None,
+        exchanged: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._exchanged = exchanged
+        self._exchanged_before = 0  # when hosts met last, before a step
+        self._launched = False  # whether graphs of that step are on the device: their sums are not counted
         self._watch = watch
         self._hosts, self._devices = hosts, devices
         self._sums: tuple[Any, Sums] | None = None  # with what they are for
-        self._agreed: BaseException | None = None  # an error that all ranks raise
+        self._interrupts: _Interrupts | None = None  # while steps run
         self.size, self.rank = 1, 0
         if hosts is not None:
             import torch.distributed as dist
@@ -60,33 +75,88 @@ class TensorRanks:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def most_of_each(self, *numbers: int) -> list[int]:
-        """The largest that any rank has of each, of three at most. An error if a rank has failed instead."""
+    def most_of_each(self, what: str, *numbers: int) -> list[int]:
+        """The largest that any rank has of each, of three at most. An error if a rank has failed instead.
+
+        what: the numbers are, in words. Ranks that exchange another thing at this time are an error on all of them.
+        """
         if self.size == 1:
             return list(numbers)
+        with self._uninterrupted():
+            return self._most_of_each(what, numbers)
+
+    def _most_of_each(self, what: str, numbers: Sequence[int]) -> list[int]:
         try:
-            most, failed = self._vote(0, numbers)
+            most, failed = self._vote(0, what, numbers)
         except RuntimeError as error:  # PyTorch's
-            self._agreed = self._one_is_gone()
-            raise self._agreed from error
+            raise _known(self._one_is_gone()) from error
+        if failed is not None and failed[1] == _INTERRUPTED:
+            raise _known(KeyboardInterrupt())
         if failed is not None:
-            self._agreed = RanksError(f"rank {failed[0]} of the {self.size} that run this model together {failed[1]}")
-            raise self._agreed
+            said = f"rank {failed[0]} of the {self.size} that run this model together {failed[1]}"
+            raise _known(RanksError(said))
+        highest, lowest, *most = most
+        if highest != -lowest:
+            differ = RanksError(
+                f"the {self.size} ranks that run this model together are at different places (this one: {what}): "
+                "each rank must make the same calls, with the same prompts and options in the same order"
+            )
+            raise _known(differ)
         return most
 
-    def _vote(self, failed: int, numbers: Sequence[int], why: str = "") -> tuple[list[int], tuple[int, str] | None]:
+    def _vote(
+        self, failed: int, what: str, numbers: Sequence[int] = (), why: str = ""
+    ) -> tuple[list[int], tuple[int, str] | None]:
         """All that hosts exchange begins with this, so a rank that fails can always tell the others.
 
         failed: this rank's number, counted from one, if it has.
         """
-        voted = [failed, *numbers, *[0] * (_VOTED - len(numbers))]
+        kind = zlib.crc32(what.encode())
+        voted = [failed, kind, -kind, *numbers, *[0] * (_VOTED - len(numbers))]
         together = torch.tensor(voted, dtype=torch.int64, device="cpu")
         with nullcontext() if self._watch is None else self._watch.listening():
             self._dist.all_reduce(together, op=self._dist.ReduceOp.MAX, group=self._hosts)
         first, *most = together.tolist()
         if not first:
-            return most[: len(numbers)], None
-        return [], (first - 1, self._sent(first - 1, why))
+            return most[: 2 + len(numbers)], None
+        failure = first - 1, self._sent(first - 1, why)
+        self._end_if_apart(*failure)
+        return [], failure
+
+    def _end_if_apart(self, rank: int, why: str) -> None:
+        """After a failure in the midst of a step, devices of others wait for ever, and would take what comes next for
+        what they wait for: their group is of no use any more."""
+        own = 2 * (self._given() - self._exchanged_before) + self._launched
+        together = torch.tensor([own, -own], dtype=torch.int64, device="cpu")
+        self._dist.all_reduce(together, op=self._dist.ReduceOp.MAX, group=self._hosts)
+        most, least = together.tolist()
+        if most != -least and self._watch is not None:
+            self._watch.end(rank, why)
+
+    def _are_level(self) -> None:
+        """All devices have been given the same up to here."""
+        self._exchanged_before, self._launched = self._given(), False
+
+    def _given(self) -> int:
+        """How many times this rank's device was to exchange something."""
+        return self._exchanged() + (0 if self._sums is None else self._sums[1].made)
+
+    def launched(self) -> None:
+        """Graphs of the step for which ranks have met last, all of them."""
+        self._launched = True
+
+    @contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """Ctrl-C waits until the exchange is over: what the others still wait for would not come."""
+        interrupts = _Interrupts()
+        if self.size > 1:
+            interrupts.hold_back()
+        try:
+            yield
+        except BaseException:
+            interrupts.let_through(deliver=False)  # all have heard of an error, and it must stay the one that they know
+            raise
+        interrupts.let_through()
 
     def _sent(self, rank: int, value: T) -> T:
         """What the rank has."""
@@ -96,24 +166,48 @@ class TensorRanks:
         return holder[0]
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """An error in the block ends it on all ranks, with one that names it: at the next thing that they exchange."""
-        self._agreed = None
+    def failing_together(self, ends: bool = True) -> Iterator[None]:
+        """An error in the block ends it on all ranks, with one that names it: at the next thing that they exchange.
+
+        ends: they wait for each other at its end, so that all of them come there, or none.
+        """
         self.check()
+        self._are_level()
+        ended = False
+        TensorRanks._open += 1
         try:
             with nullcontext() if self._watch is None else self._watch.during_a_call():
                 yield
+                with self._uninterrupted():
+                    if ends:
+                        self.meet("the end of a call")
+                    ended = True
         except BaseException as error:
-            if self.size > 1 and error is not self._agreed:
-                if self._watch is not None:
-                    self._watch.tell(_in_words(error))
-                try:
-                    self._vote(1 + self.rank, (), _in_words(error))
-                except RuntimeError:  # PyTorch's; and ``error`` may say what it came to while it waited for that rank
-                    raise self._one_is_gone() from error
-                if self._watch is not None:
-                    self._watch.all_have_heard()
+            if self.size > 1 and not _is_known(error) and not ended:
+                with self._uninterrupted():
+                    self._tell(error)
+                    _known(error)
+            if TensorRanks._open == 1:
+                error.__dict__.pop(_KNOWN, None)  # an owner's code may raise the same one again
             raise
+        finally:
+            TensorRanks._open -= 1
+
+    def _tell(self, error: BaseException) -> None:
+        """The other ranks of what has happened here."""
+        if self._watch is not None:
+            self._watch.tell(_in_words(error))
+        try:
+            self._vote(1 + self.rank, "a failure", why=_in_words(error))
+        except RuntimeError:  # PyTorch's; and ``error`` may say what it came to while it waited for that rank
+            raise _known(self._one_is_gone()) from error
+        if self._watch is not None:
+            self._watch.all_have_heard()
+
+    def start(self) -> None:
+        """From here on the call may wait for its device."""
+        if self._watch is not None:
+            self._watch.start()
 
     def check(self) -> None:
         """What has come from the device means nothing where a rank has failed meanwhile: an error then."""
@@ -129,30 +223,31 @@ class TensorRanks:
             f"one of the {self.size} ranks that run this model together is gone: its process was killed, or has ended"
         )
 
-    def meet(self) -> None:
+    def meet(self, what: str) -> None:
         """Wait until all ranks are here. An error if one has failed instead."""
-        self.most_of_each()
+        self.most_of_each(what)
 
-    def most(self, number: int) -> int:
-        return self.most_of_each(number)[0]
+    def most(self, what: str, number: int) -> int:
+        return self.most_of_each(what, number)[0]
 
-    def least(self, number: int) -> int:
-        return -self.most(-number)
+    def least(self, what: str, number: int) -> int:
+        return -self.most(what, -number)
 
-    def latest(self, seconds: float) -> float:
+    def latest(self, what: str, seconds: float) -> float:
         """Of what the ranks' clocks say, up to a microsecond."""
-        return seconds if self.size == 1 else self.most(int(1e6 * seconds)) / 1e6
+        return seconds if self.size == 1 else self.most(what, int(1e6 * seconds)) / 1e6
 
-    def any(self, said: bool) -> bool:
+    def any(self, what: str, said: bool) -> bool:
         """Whether any rank says so."""
-        return bool(self.most(int(said)))
+        return bool(self.most(what, int(said)))
 
-    def of_first(self, value: T) -> T:
+    def of_first(self, what: str, value: T) -> T:
         """What the first rank has."""
         if self.size == 1:
             return value
-        self.meet()
-        return self._sent(0, value)
+        with self._uninterrupted():
+            self.meet(what)
+            return self._sent(0, value)
 
     def tokens_of_first(self, tokens: torch.Tensor) -> torch.Tensor:
         """The first rank's, in the place of this one's. On the device, where nobody waits for it."""
@@ -160,24 +255,44 @@ class TensorRanks:
             self._dist.broadcast(tokens, src=self._first, group=self._devices)
         return tokens
 
-    def have_the_same(self, parts: Iterable[bytes]) -> bool:
+    def failed(self, what: str, how_badly: int, error: Exception | None) -> int:
+        """How badly a step has failed, at most, that all ranks have launched together: 0 where it has not.
+
+        error: this rank's.
+        """
+        if self.size == 1:
+            return how_badly
+        why = "failed in a step that was tried" if error is None else _in_words(error)
+        with self._uninterrupted():
+            if error is not None and self._watch is not None:
+                self._watch.tell(why)  # the others may wait for their devices
+            most = self.most(what, how_badly)
+            if most:
+                self._end_if_apart(self.rank, why)
+                self.check()
+            if error is not None and self._watch is not None:
+                self._watch.all_have_heard()
+        return most
+
+    def have_the_same(self, what: str, parts: Iterable[bytes]) -> bool:
+        """Whether all ranks do."""
         if self.size == 1:
             return True
         digest = hashlib.blake2b(digest_size=7)
         for part in parts:
             digest.update(part)
         number = int.from_bytes(digest.digest(), "big")
-        highest, lowest = self.most_of_each(number, -number)
+        highest, lowest = self.most_of_each(what, number, -number)
         return highest == -lowest
 
     def must_agree(self, what: str, parts: Iterable[bytes]) -> None:
         """An error on all ranks where they do not have the same."""
-        if not self.have_the_same(parts):
-            self._agreed = RanksError(
+        if not self.have_the_same(what, parts):
+            differ = RanksError(
                 f"the {self.size} ranks that run this model together have different {what}: each rank must make the "
                 "same calls, with the same prompts and options in the same order"
             )
-            raise self._agreed
+            raise _known(differ)
 
     def sums(self, device: torch.device, width: int, dtype: torch.dtype, notices: Notices) -> Sums:
         """How they add up rows of ``width`` numbers that each has a part of. Every rank asks."""
@@ -215,35 +330,80 @@ class TensorRanks:
         if self.size == 1:
             yield lambda _: None
             return
-        came: list[int] = []
+        interrupts = self._interrupts = _Interrupts()
 
         def meet(plan: int) -> None:
-            heard = 2 if came else int(news is not None and news.waits)
-            heard, highest, lowest = self.most_of_each(heard, plan, -plan)
-            if heard == 2 or (heard and news is not None and news.agree(self.of_first)):
-                self._agreed = KeyboardInterrupt()
-            elif highest != -lowest:
-                self._agreed = RanksError(
+            heard = 2 if interrupts.came else int(news is not None and news.waits)
+            heard, highest, lowest = self.most_of_each("a step", heard, plan, -plan)
+            stops = heard == 1 and news is not None and news.agree(lambda value: self.of_first("a request", value))
+            if heard == 2 or stops:
+                raise _known(KeyboardInterrupt())
+            if highest != -lowest:
+                differ = RanksError(
                     f"the {self.size} ranks that run this model together have planned different steps: what a "
                     "scheduler or a callback of your own does must be the same on each of them"
                 )
-            if self._agreed is not None:
-                raise self._agreed
+                raise _known(differ)
+            self._are_level()
 
-        if threading.current_thread() is not threading.main_thread():
-            yield meet
-            return
-        before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
         try:
+            interrupts.hold_back()
             yield meet
+        except BaseException as error:
+            interrupts.let_through(deliver=not _is_known(error))
+            raise
         finally:
-            signal.signal(signal.SIGINT, before)
+            self._interrupts = None
+            interrupts.let_through()
+
+    @contextmanager
+    def owner_in_control(self) -> Iterator[None]:
+        """Between two results of a stream: Ctrl-C ends what the owner does, and a failure elsewhere can wait."""
+        interrupts = self._interrupts
+        if interrupts is not None:
+            interrupts.let_through(deliver=False)  # one that has come is for the next place where ranks meet
+        with nullcontext() if self._watch is None else self._watch.elsewhere():
+            yield
+        if interrupts is not None:
+            interrupts.hold_back()
+
+
+class _Interrupts:
+    """Ctrl-C, kept in ``came`` while it is held back."""
+
+    def __init__(self) -> None:
+        self.came: list[Any] = []
+        self._before: Any = None  # the owner's handler
+        self._held_back = False
+
+    def hold_back(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # no other thread is interrupted
+            self._before = signal.signal(signal.SIGINT, lambda _, frame: self.came.append(frame))
+            self._held_back = True
+
+    def let_through(self, deliver: bool = True) -> None:
+        if not self._held_back:
+            return
+        self._held_back = False
+        signal.signal(signal.SIGINT, self._before)
+        if deliver and self.came and callable(self._before):
+            self._before(signal.SIGINT, self.came.pop())
+
+
+def _known(error: BaseException) -> BaseException:
+    """That all ranks know of the error, so that none tells it to the others."""
+    error.__dict__[_KNOWN] = True
+    return error
+
+
+def _is_known(error: BaseException) -> bool:
+    return _KNOWN in error.__dict__
 
 
 def _in_words(error: BaseException) -> str:
     """That follow "rank 1"."""
     if isinstance(error, KeyboardInterrupt):
-        return "was interrupted"
+        return _INTERRUPTED
     if isinstance(error, GeneratorExit):
         return "has left its stream"
     said = first_line(error) if isinstance(error, Exception) else str(error)
@@ -265,9 +425,12 @@ def ranks_of(model: nn.Module) -> TensorRanks:
     members = tuple(dist.get_process_group_ranks(devices))
     made = _hosts_of.get(members)
     if made is None or made[0] is not devices:
+        if made is not None:
+            made[2].leave()
         hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
         made = _hosts_of[members] = devices, hosts, _watched(devices, hosts)
-    return TensorRanks(made[1], devices, made[2])
+    backend = devices._get_backend(next(model.parameters()).device)
+    return TensorRanks(made[1], devices, made[2], backend._get_sequence_number_for_group)
 
 
 def _watched(devices: Any, hosts: Any) -> RankWatch:

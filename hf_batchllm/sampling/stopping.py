@@ -63,9 +63,13 @@ class Endings:
         # On a stream of their own, criteria that read their tensors do not wait for the steps that were launched.
         self._calls_criteria = any(each.others or each.factory for each in kinds)
         self._stream = torch.cuda.Stream(device) if self._calls_criteria and device.type == "cuda" else None
+        deadlines = [each.deadlines for each in kinds]
+        if any(deadlines):  # a MaxTimeCriteria of the user's counts from when each rank has made its own
+            deadlines = self._ranks.of_first("deadlines", deadlines)
+        deadlines_of = dict(zip(kinds, deadlines, strict=True))
         waiting: dict[tuple[float, float], list[Request]] = {}
         for request in requests:
-            for since, seconds in rules[request.index].deadlines:
+            for since, seconds in deadlines_of[rules[request.index]]:
                 waiting.setdefault((began if since is None else since, seconds), []).append(request)
         self._deadlines = sorted(waiting.items(), key=lambda item: -sum(item[0]))  # the next one stands last
         self._late: dict[Request, None] = {}
@@ -83,7 +87,7 @@ class Endings:
         return late if self._turn is None else [request for request in late if request in self._turn]
 
     def _overdue(self) -> dict[Request, None]:
-        now = self._ranks.latest(time.time()) if self._deadlines else 0.0
+        now = self._ranks.latest("the time", time.time()) if self._deadlines else 0.0
         while self._deadlines:
             (since, seconds), requests = self._deadlines[-1]
             if now - since <= seconds:
@@ -107,7 +111,7 @@ class Endings:
         if self._looks_back:
             self._look_back(requests, counts, tokens, ends)
             if self._calls_criteria:
-                ends = self._ranks.of_first(ends)
+                ends = self._ranks.of_first("what criteria say", ends)
         for row, (has, _) in ends.items():
             if no_token[row, has - 1] and not requests[row].done:
                 raise NothingToDrawError

@@ -15,6 +15,7 @@ from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.sample_torch import exponential
 from ...kernels.work_lists import sent
 from ...model.float64 import at_float64, has_float64
+from ...model.tensor_ranks import TensorRanks
 from ...model.transfers import start_copy_to_host, to_device
 from ...notices import Notices
 from ...sampling.host_sampler import rows_at_once
@@ -41,7 +42,10 @@ class Candidates:
 
 
 class BeamScores:
-    """From logits to ``Candidates``, for all groups of a call. ``options``: of each prompt, by its index."""
+    """From logits to ``Candidates``, for all groups of a call. ``options``: of each prompt, by its index.
+
+    ``ranks``: those that run the model together. The first one's candidates count.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,9 @@ class BeamScores:
         seed: Seeds | None,
         notices: Notices,
         tensors: StepTensors | None = None,
+        ranks: TensorRanks | None = None,
     ) -> None:
+        self._ranks = ranks or TensorRanks()
         self._seed = seed
         self._tensors = tensors
         self._chains = ProcessorChains(model, options, notices)
@@ -116,10 +122,14 @@ class BeamScores:
                 else:
                     mine = logits[to_device(np.array(rows), logits.device)]
                 parts.append(self._best([groups[each] for each in some], mine, [chains[each] for each in some]))
-            columns = [start_copy_to_host(torch.cat(column)) for column in zip(*parts, strict=True)]
-            launched.append(([groups[each] for each in numbers], layout, columns))
+            launched.append(([groups[each] for each in numbers], layout, [*map(torch.cat, zip(*parts, strict=True))]))
+        self._ranks.meet("candidates of beams")  # a processor may have failed on another one
+        found = [
+            (some, layout, [start_copy_to_host(self._ranks.tokens_of_first(each)) for each in columns])
+            for some, layout, columns in launched
+        ]
         vocabulary = logits.shape[-1]
-        return lambda: [self._candidates(*each, vocabulary) for each in launched]
+        return lambda: [self._candidates(*each, vocabulary) for each in found]
 
     def _candidates(
         self,

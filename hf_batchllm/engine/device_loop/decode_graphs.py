@@ -6,12 +6,13 @@ Where a model cannot be captured, its rows run the same way without a graph, and
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...config import BatchConfig
+from ...errors import RanksError
 from ...kernels.work_lists import NoRoom
 from ...model.batch import ModelBatch
 from ...model.code_reach import PlainReads
@@ -119,6 +120,7 @@ class DecodeGraphs:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
+        self._ranks.launched()
         if checks_later and self._drop_outdated():
             return self.run(batch, steps_to_come)  # what has run was a model that is no more
         self.steps += times if graph.captured else 0
@@ -224,22 +226,33 @@ class DecodeGraphs:
         together &= self._picked_on_device
         seconds, self._preparing = self.seconds, True
         try:
-            if not self._warm:
-                # A run of a few padding rows makes whatever is made on first use: a capture could not make it.
-                self._new(_WARM_ROWS).run_idle(known)
-                self._warm = True
-            graph = self._make(size)
-            graph.work.make_rooms(known, idle=not together)
-            self._capture(graph)
-        except Exception as error:  # steps run without this graph; if the error is theirs, they raise it themselves
-            self.why_not_prepared = f"{type(error).__name__}: {error}"
+            # Ranks capture together, so each must know that all others come to it.
+            if not self._failed_somewhere(lambda: self._make_ready(size, known, idle=not together)):
+                self._failed_somewhere(lambda: self._capture(self._graphs[size]))
         finally:
             self._preparing = False
-        if self._ranks.any(bool(self.why_not_prepared)):
-            self.why_not_prepared = self.why_not_prepared or _ANOTHER_RANK
         self.seconds_beside += self.seconds - seconds
         if self.why_not_prepared:
             self._graphs.pop(size, None)
+
+    def _failed_somewhere(self, prepare: Callable[[], None]) -> bool:
+        """Whether it has, on any rank: then ``why_not_prepared`` says so."""
+        try:
+            prepare()
+        except RanksError:
+            raise
+        except Exception as error:  # steps run without this graph; if the error is theirs, they raise it themselves
+            self.why_not_prepared = f"{type(error).__name__}: {error}"
+        if self._ranks.any("a graph for later", bool(self.why_not_prepared)):
+            self.why_not_prepared = self.why_not_prepared or _ANOTHER_RANK
+        return bool(self.why_not_prepared)
+
+    def _make_ready(self, size: int, known: dict[tuple[Any, ...], WorkSeen], idle: bool) -> None:
+        if not self._warm:
+            # A run of a few padding rows makes whatever is made on first use: a capture could not make it.
+            self._new(_WARM_ROWS).run_idle(known)
+            self._warm = True
+        self._make(size).work.make_rooms(known, idle=idle)
 
     def _make(self, size: int) -> DecodeRows:
         self._graphs[size] = self._new(size)
@@ -270,7 +283,7 @@ class DecodeGraphs:
             fresh = torch.Generator(device)
             fresh.set_state(noise)
             generator.graphsafe_set_state(fresh)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or isinstance(error, RanksError):
                 raise
             if self._preparing:  # it may work when a step needs it, after a run of these very rows
                 self.why_not_prepared = f"{type(error).__name__}: {error}"
@@ -291,14 +304,14 @@ class DecodeGraphs:
             graph.capture(self._pool)
         except Exception as error:
             failed = error
-        if self._ranks.any(failed is not None):
+        if self._ranks.any("a capture", failed is not None):
             graph.drop_capture()
             raise failed or RuntimeError(_ANOTHER_RANK)
 
     def _is_tight(self) -> bool:
         device = self._seats.last.device
         tight = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY_OF_BYTES
-        return self._ranks.any(tight)
+        return self._ranks.any("room for a graph", tight)
 
     def _give_up(self, reason: str, kind: str = "graphs") -> None:
         self._given_up = True

@@ -43,7 +43,7 @@ class GraphLauncher(StepsAsGraphs, ABC):
             return
         running.begin(sampling)
         # Before a capture that holds sums of all ranks, each rank must find its device at work.
-        ahead = self.runner.architecture.ranks.any(not self._is_behind())
+        ahead = self.runner.architecture.ranks.any("time for a capture", not self._is_behind())
         if not ahead and (not only_largest or running.most_is_known()):
             self.graphs.prepare(*running.tokens_left())
 
