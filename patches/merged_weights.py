@@ -60,6 +60,8 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     """A Parameter as PyTorch makes it, or one of which this process has some rows."""
     if local(parameter) is not parameter:
         return is_rows_of_it(parameter)
+    if hasattr(parameter, "ds_id"):  # whole for as long as its owner has gathered it, in memory of DeepSpeed's
+        return False
     return type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import warnings
@@ -14,6 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support_families import FAMILIES
+from support_fused import fusing as fusing  # a fixture
 from support_owners import GREEDY, PROMPTS, tokens, tokens_alone
 from torch import distributed, nn
 
@@ -186,6 +188,25 @@ def test_weights_sharded_otherwise_are_refused() -> None:
         generator = BatchGenerator(model)
         setattr(model if name == "_tp_size" else next(model.parameters()), name, value)
         with pytest.raises(UnsupportedModelError, match=f"Llama.*several processes, by .*{how}"):
+            tokens(generator)
+
+
+def test_weights_that_zero_3_has_gathered_run_where_they_are(fusing: list[int]) -> None:
+    """As in a block of ``deepspeed.zero.GatheredParameters``: their memory is DeepSpeed's."""
+    model = copy.deepcopy(FAMILIES["llama"]())
+    generator = BatchGenerator(model)
+    wanted, places = tokens(generator), [each.data_ptr() for each in model.parameters()]
+    generator.close()
+    places = [each.data_ptr() for each in model.parameters()]
+    for number, each in enumerate(model.parameters()):
+        each.ds_id, each.ds_shape = number, each.shape  # type: ignore[attr-defined]
+    with BatchGenerator(model) as generator:
+        assert tokens(generator) == wanted
+        assert [each.data_ptr() for each in model.parameters()] == places
+        next(model.parameters()).ds_shape = (7, 7)  # type: ignore[attr-defined]
+        with pytest.raises(
+            UnsupportedModelError, match=r"ZeRO-3: generate while they are gathered, in a block `with d"
+        ):
             tokens(generator)
 
 

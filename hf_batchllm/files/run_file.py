@@ -101,8 +101,8 @@ def run_file(
     if isinstance(gen, BatchGenerator) and gen.architecture.ranks.size > 1:
         raise FilesError(
             f"{gen.architecture.name} is spread over {gen.architecture.ranks.size} processes, which would all write "
-            f"{os.fspath(target)}: that is not supported so far. Read the file, pass its prompts to `generate` in each "
-            "process, and write the results in the first one"
+            f"{os.fspath(target)}: that is not supported. Pass a GeneratorPool, which has such processes of its own: "
+            f"GeneratorPool(name, gpus={gen.architecture.ranks.size}, tp={gen.architecture.ranks.size})"
         )
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(

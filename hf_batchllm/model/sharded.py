@@ -29,12 +29,21 @@ def refuse_sharded(model: torch.nn.Module, parameters: Sequence[torch.Tensor], n
         how = f"by transformers' tensor parallelism, {why_not}"
     for kind in set(map(type, parameters)):
         how = how or _SHARDED.get(kind.__name__)
-    if how is None and hasattr(next(model.parameters(), None), "ds_id"):
-        how = "by DeepSpeed's ZeRO-3"
+    if how is None and any(_is_let_go(each) for each in parameters):
+        raise UnsupportedModelError(
+            f"{name} has its weights spread over several processes, by DeepSpeed's ZeRO-3: generate while they are "
+            "gathered, in a block `with deepspeed.zero.GatheredParameters(list(model.parameters())):`"
+        )
     if how is not None:
         raise UnsupportedModelError(
             f"{name} has its weights spread over several processes, {how}; that is not supported: {_WHOLE}"
         )
+
+
+def _is_let_go(parameter: torch.Tensor) -> bool:
+    """Whether it is one of DeepSpeed's ZeRO-3, and not gathered now."""
+    shape: Any = getattr(parameter, "ds_shape", None)
+    return hasattr(parameter, "ds_id") and (shape is None or tuple(parameter.shape) != tuple(shape))
 
 
 def refuse_adapters_of_sharded(model: torch.nn.Module, name: str) -> None:

@@ -12,6 +12,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from .rank_watch import RankWatch
 
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
+_NO_LIMIT = timedelta(days=365)  # to wait for a rank that is busy: one that is gone is heard of
 _INTERRUPTED = "was interrupted"
 _KNOWN = "_all_ranks_know"  # what an error has that all of them raise, or have heard of
 
@@ -427,7 +429,7 @@ def ranks_of(model: nn.Module) -> TensorRanks:
     if made is None or made[0] is not devices:
         if made is not None:
             made[2].leave()
-        hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, timeout=_NO_LIMIT)
         made = _hosts_of[members] = devices, hosts, _watched(devices, hosts)
     backend = devices._get_backend(next(model.parameters()).device)
     return TensorRanks(made[1], devices, made[2], backend._get_sequence_number_for_group)
