@@ -76,12 +76,6 @@ def adds_up_rows(module: nn.Module) -> bool:
     )
 
 
-def widest_sum(model: nn.Module) -> int:
-    """The most numbers in a row that the processes add up; 0 where there is no such module."""
-    linears = (module for module in model.modules() if adds_up_rows(module))
-    return max((int(module.out_features) for module in linears if isinstance(module, nn.Linear)), default=0)
-
-
 def adds_up_experts(module: nn.Module) -> bool:
     """Whether each process computes a part of all experts, whose results its forward adds up."""
     return type(_style_of(module)).__name__ == "MoeExpertsParallel"

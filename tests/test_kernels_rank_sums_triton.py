@@ -14,6 +14,8 @@ import torch
 from support_kernels import DEVICE, INTERPRETED, kernel
 
 from hf_batchllm.kernels import rank_sums_torch, rank_sums_triton
+from hf_batchllm.model.peer_sums import PeerSums
+from hf_batchllm.patches.summed_rows import GroupSums
 
 SIZES = [1, 4096, 4097, 3 * 8192 + 5]
 SUMS = 6 if INTERPRETED else 50
@@ -110,6 +112,41 @@ def test_all_have_read_what_was_there_when_they_have_met(tmp_path: Path) -> None
     for made in ranks.on_each(run, tmp_path):
         assert [each.unique().tolist() for each in made] == [[2.0 * turn + 1] for turn in range(SUMS)]
     assert not any(each.any() for each in ranks.signals), "each signal has been seen"
+
+
+@kernel
+def test_products_go_through_two_slots_in_turn(tmp_path: Path) -> None:
+    """Forward passes of several products; what is too large is the group's."""
+    ranks, rows = Ranks(2, torch.uint8), [3, 1, 40, 7]
+    torch.manual_seed(2)
+    inputs = torch.randn(2, 40, 16, device=DEVICE)  # each rank's
+    weights = torch.randn(2, 32, 16, device=DEVICE)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        sums = PeerSums(ranks.slots, ranks.signals, rank, OtherSums(), ranks.ended)
+        made = []
+        for _ in range(3):
+            sums.begin()
+            made += [sums.product(inputs[rank, :count], weights[rank]) for count in rows]
+            made.append(sums.total(inputs[rank, :5].clone()))
+        assert sums.made == 3 * (len(rows) + 1)
+        assert sums.product(torch.zeros(5000, 2, device=DEVICE), torch.zeros(32, 2, device=DEVICE)).item() == -1.0
+        return made
+
+    wanted = [sum(inputs[rank, :count] @ weights[rank].t() for rank in range(2)) for count in rows]
+    wanted.append(inputs[0, :5] + inputs[1, :5])
+    for made in ranks.on_each(run, tmp_path):
+        assert isinstance(made, list), made
+        for ours, right in zip(made, 3 * wanted, strict=True):
+            torch.testing.assert_close(ours, right)
+
+
+class OtherSums(GroupSums):
+    def __init__(self) -> None:
+        pass
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(-1.0, device=DEVICE)
 
 
 @kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from support_pool import Load, is_running, none_left_behind
 from support_quick_workers import quick_workers
 
 from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError
+from hf_batchllm.cli.commands import dispatch
 from hf_batchllm.pool.devices import worker_devices
 
 quick_workers()
@@ -132,6 +134,21 @@ def test_what_cannot_be_is_refused(saved: Path) -> None:
         in_parts(saved, gpus=["cpu"] * 3)
     with pytest.raises(ConfigError, match="`tp` is the number of GPUs that have a model together, 1 or more, not 0"):
         in_parts(saved, tp=0)
+
+
+def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    given = ["run", str(source), "--model", str(saved), "--max-new-tokens", "6"]
+    for name, more in (("one", ["--device", "cpu"]), ("parts", ["--gpus", "cpu,cpu", "--tp", "2"])):
+        assert dispatch([*given[:2], str(tmp_path / f"{name}.jsonl"), *given[2:], *more]) == 0, capsys.readouterr().err
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "parts.jsonl").read_bytes()
+    for more, why in (
+        (["--tp", "2"], "pass --gpus, too"),
+        (["--gpus", "cpu,cpu,cpu", "--tp", "2"], "3 cannot be divided"),
+    ):
+        assert dispatch([*given[:2], str(tmp_path / "none.jsonl"), *given[2:], *more]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_which_gpus_have_a_model_together(monkeypatch: pytest.MonkeyPatch) -> None:

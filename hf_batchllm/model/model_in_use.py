@@ -9,11 +9,9 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..inputs.adapters import adapter_configs
-from ..inputs.base_model import base_model
 from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
 from ..patches.fusion import FusedLayers, Fusion
-from ..patches.sharded_modules import widest_sum
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .batch import BatchBuilder
@@ -62,10 +60,9 @@ class ModelInUse:
         kernels = fused_kernels(self._config, self.device)
         if kernels is not None:
             kernels = without_refused(kernels, self._fusion, self._config, self.device)
-            ranks, width = self.architecture.ranks, widest_sum(self.model)
-            if ranks.size > 1 and width:
-                sums = ranks.sums(self.device, width, base_model(self.model).dtype, self._notices)
-                kernels = dataclasses.replace(kernels, sums=sums)
+            ranks = self.architecture.ranks
+            if ranks.size > 1:
+                kernels = dataclasses.replace(kernels, sums=ranks.sums(self.device, self._notices))
             self._fused = self._fusion.merge(kernels)
 
     def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:

@@ -63,7 +63,7 @@ class TensorRanks:
         self._launched = False  # whether graphs of that step are on the device: their sums are not counted
         self._watch = watch
         self._hosts, self._devices = hosts, devices
-        self._sums: tuple[Any, Sums] | None = None  # with what they are for
+        self._sums: Sums | None = None
         self._interrupts: _Interrupts | None = None  # while steps run
         self.size, self.rank = 1, 0
         if hosts is not None:
@@ -141,7 +141,7 @@ class TensorRanks:
 
     def _given(self) -> int:
         """How many times this rank's device was to exchange something."""
-        return self._exchanged() + (0 if self._sums is None else self._sums[1].made)
+        return self._exchanged() + (0 if self._sums is None else self._sums.made)
 
     def launched(self) -> None:
         """Graphs of the step for which ranks have met last, all of them."""
@@ -296,20 +296,18 @@ class TensorRanks:
             )
             raise _known(differ)
 
-    def sums(self, device: torch.device, width: int, dtype: torch.dtype, notices: Notices) -> Sums:
-        """How they add up rows of ``width`` numbers that each has a part of. Every rank asks."""
-        wanted = device, width, dtype
-        if self._sums is None or self._sums[0] != wanted:
-            self._sums = None  # the memory of other sums
-            self._sums = wanted, self._opened(device, width, dtype, notices)
-        return self._sums[1]
+    def sums(self, device: torch.device, notices: Notices) -> Sums:
+        """How they add up what each has a part of. Every rank asks."""
+        if self._sums is None:
+            self._sums = self._opened(device, notices)
+        return self._sums
 
-    def _opened(self, device: torch.device, width: int, dtype: torch.dtype, notices: Notices) -> Sums:
+    def _opened(self, device: torch.device, notices: Notices) -> Sums:
         if device.type == "cuda":
             from .peer_sums import CannotReachPeers, open_peer_sums
 
             try:
-                return open_peer_sums(self, self._devices, device, width, dtype)
+                return open_peer_sums(self, self._devices, device)
             except CannotReachPeers as why:
                 notices(
                     "sums",
