@@ -484,6 +484,14 @@ def refused(name: str) -> Any:
     return error_of(lambda: BatchGenerator(sharded(name)))
 
 
+def with_adapters(name: str) -> Any:
+    """Put beside its spread weights."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(copy.copy(sharded(name)), LoraConfig(r=2, target_modules=["q_proj"]))
+    return error_of(lambda: BatchGenerator(adapted))
+
+
 def looked_at_alike(name: str) -> Any:
     """A generator is made by all ranks, or by none; an error of the owner's that comes again is told again."""
     model, error = sharded(name), ValueError("no more of this")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from hf_batchllm.errors import RanksError
+from hf_batchllm.model import rank_watch
 from hf_batchllm.model.rank_watch import RankWatch
 
 GRACE = 0.4
@@ -44,6 +46,22 @@ def test_a_failure_that_no_host_hears_of_ends_the_group_of_all() -> None:
         watches[1].tell("failed: no memory")
         assert all(each.wait(10) for each in ended)
     assert [each.failure for each in watches] == [(1, "failed: no memory")] * 2
+
+
+def test_ranks_on_several_machines_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = iter(range(10))
+    monkeypatch.setattr(rank_watch, "this_machine", lambda: f"machine {next(machines)}")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    watches, ended = two_watches()
+    with watches[0].during_a_call():
+        watches[0].start()
+        watches[1].tell("failed")
+        assert ended[0].wait(10)
+
+
+def test_ranks_that_cannot_reach_each_other_say_so() -> None:
+    with pytest.raises(RanksError, match=r"cannot reach each other: another one at 127.0.0.1, port 1: "):
+        rank_watch._connection(["127.0.0.1"], 1)
 
 
 @pytest.mark.parametrize("where", ["heard", "listening", "outside"])

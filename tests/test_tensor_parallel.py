@@ -34,7 +34,7 @@ CASES = (
     "streams:llama",
     "looked_at_alike:llama",
 )
-LAST = ("refused:qwen3", "refused:gemma3n", "interrupted:llama", "one_is_gone")
+LAST = ("refused:qwen3", "with_adapters:qwen2", "refused:gemma3n", "interrupted:llama", "one_is_gone")
 FOUR = ("family:deepseek_v3", "scores:deepseek_v3", "one_fails_in_a_step:deepseek_v3")
 APART = "one_fails_before_its_device:llama"
 
@@ -158,6 +158,11 @@ def test_a_generator_is_made_by_all_or_by_none(two: list[dict[str, Any]]) -> Non
     assert second[0].startswith("ZeroDivisionError") and first[0].startswith(told + "ZeroDivisionError")
     assert all(each.startswith("ValueError") for each in second[1:])
     assert all(each.startswith(told + "ValueError: no more of this") for each in first[1:]), first
+
+
+def test_adapters_beside_spread_weights_are_refused_by_name(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "has adapters, and its weights are spread over several processes" in found["with_adapters:qwen2"]
 
 
 @pytest.fixture(scope="module")

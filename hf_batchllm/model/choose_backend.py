@@ -111,6 +111,11 @@ def warn_of_refused(groups: list[str], config: BatchConfig, device: torch.device
         notices(f"slow {alike}", f"{work} on {device}: plain PyTorch, which is correct and slow: {reason}")
 
 
+def refused_groups(groups: list[str], config: BatchConfig, device: torch.device) -> list[str]:
+    """The groups of kernels that cannot be used on this device, of these and of attention."""
+    return [group for group in ("attention", *groups) if not _may_run(group, config, device)]
+
+
 def _refused(config: BatchConfig, device: torch.device) -> str | None:
     """Why the kernels for attention cannot be used, in the user's words."""
     if is_interpreted() and device.type != "cuda" and config.backend != "triton":

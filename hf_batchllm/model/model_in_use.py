@@ -19,6 +19,7 @@ from .choose_backend import (
     check_backend,
     fused_kernels,
     make_backend,
+    refused_groups,
     state_kernels,
     warn_of_refused,
     without_refused,
@@ -47,13 +48,22 @@ class ModelInUse:
     def check(self) -> None:
         """Refuse a backend that cannot be used, and say what works differently in this model."""
         check_backend(self._config, self.device, self._notices)
-        groups = [
+        groups = self._groups
+        warn_of_refused(groups, self._config, self.device, self._notices)
+        warn_of_owners_state(self.model, self._notices)
+        if self.architecture.ranks.size > 1:  # one may have had no memory for the check
+            refused = refused_groups(groups, self._config, self.device)
+            advice = 'leave more memory free, or pass `backend="torch"` on all of them'
+            self.architecture.ranks.must_agree("kernels that can be used", [repr(refused).encode()], advice)
+
+    @property
+    def _groups(self) -> list[str]:
+        """Of kernels, beside those for attention."""
+        return [
             *(["layers"] if self._config.fuse else []),
             *(["states"] if self.architecture.states else []),
             "sampling",
         ]
-        warn_of_refused(groups, self._config, self.device, self._notices)
-        warn_of_owners_state(self.model, self._notices)
 
     def fuse(self) -> None:
         """Merge the weights of fused layers: before the KV cache takes the memory that is free."""

@@ -6,7 +6,6 @@ Sums of 64 MB take 210 us instead of 260. Larger ones are the group's: in pieces
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch
 from ..kernels.rank_sums_triton import MOST_PROGRAMS, meet, sum_of_parts
 from ..patches.summed_rows import GroupSums
 from ..wording import first_line
+from .rank_watch import this_machine
 
 # By the number of ranks: each reads all that the others have, which takes several of them longer than the group's way.
 _MOST_BYTES = {2: 64 << 20, 3: 1 << 20, 4: 1 << 19}
@@ -45,7 +45,7 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
     """Every rank asks, and all of them get it or CannotReachPeers."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    if not ranks.have_the_same("machines", [socket.gethostname().encode()]):
+    if not ranks.have_the_same("machines", [this_machine().encode()]):
         raise CannotReachPeers("the GPUs are in several machines")
     slot = _MOST_BYTES.get(ranks.size, _MOST_BYTES_OF_MORE)
     of_signals = MOST_PROGRAMS * ranks.size * 4

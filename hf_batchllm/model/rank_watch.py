@@ -16,7 +16,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from ..errors import RanksError
 
 _GRACE = 5.0  # seconds in which a host comes to the next thing that ranks exchange, if it does not wait for its device
 _open: set[RankWatch] = set()
@@ -167,15 +170,15 @@ class RankWatch:
 
 def _connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
     """A connection to each other rank. The system ends it with the process, whatever else happens."""
-    hosts = exchange(socket.gethostname())
-    on_one_host = len(set(hosts)) == 1
+    on_one_host = len(set(exchange(this_machine()))) == 1
     listener = socket.create_server(("127.0.0.1" if on_one_host else "", 0), backlog=size)
     known = secrets.token_bytes(16)  # to the ranks alone, as the port may be open to others
-    places = exchange((listener.getsockname()[1], known))
+    addresses = ["127.0.0.1"] if on_one_host else _own_addresses()
+    places = exchange((addresses, listener.getsockname()[1], known))
     peers = {}
     for other in range(rank):
-        port, secret = places[other]
-        peers[other] = socket.create_connection(("127.0.0.1" if on_one_host else hosts[other], port), timeout=60)
+        there, port, secret = places[other]
+        peers[other] = _connection(there, port)
         peers[other].sendall(secret + rank.to_bytes(4, "big"))
     listener.settimeout(60)
     while len(peers) < size - 1:
@@ -192,6 +195,35 @@ def _connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> di
     for peer in peers.values():
         peer.settimeout(None)
     return peers
+
+
+def this_machine() -> str:
+    """Names of machines may be equal, in containers above all; what Linux draws when it starts is not."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + socket.gethostname()
+    return socket.gethostname()
+
+
+def _own_addresses() -> list[str]:
+    """Under which other machines may reach this one."""
+    found, outside = [], os.environ.get("MASTER_ADDR", "192.0.2.1")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((outside, 9))  # which sends nothing
+        found.append(towards.getsockname()[0])
+    return [*found, socket.gethostname()]
+
+
+def _connection(addresses: list[str], port: int) -> socket.socket:
+    failed: OSError | None = None
+    for address in addresses:
+        try:
+            return socket.create_connection((address, port), timeout=60)
+        except OSError as error:
+            failed = error
+    raise RanksError(
+        f"the ranks that run this model together cannot reach each other: another one at {' or '.join(addresses)}, "
+        f"port {port}: {failed}"
+    )
 
 
 def _close_in_child() -> None:

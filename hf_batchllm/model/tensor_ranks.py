@@ -27,6 +27,7 @@ from .rank_watch import RankWatch
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
 _NO_LIMIT = timedelta(days=365)  # to wait for a rank that is busy: one that is gone is heard of
+_SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
 _INTERRUPTED = "was interrupted"
 _KNOWN = "_all_ranks_know"  # what an error has that all of them raise, or have heard of
 
@@ -101,7 +102,7 @@ class TensorRanks:
         if highest != -lowest:
             differ = RanksError(
                 f"the {self.size} ranks that run this model together are at different places (this one: {what}): "
-                "each rank must make the same calls, with the same prompts and options in the same order"
+                f"{_SAME_CALLS}"
             )
             raise _known(differ)
         return most
@@ -287,13 +288,10 @@ class TensorRanks:
         highest, lowest = self.most_of_each(what, number, -number)
         return highest == -lowest
 
-    def must_agree(self, what: str, parts: Iterable[bytes]) -> None:
-        """An error on all ranks where they do not have the same."""
+    def must_agree(self, what: str, parts: Iterable[bytes], advice: str = _SAME_CALLS) -> None:
+        """An error on all ranks where they do not have the same. ``advice``: what to do then."""
         if not self.have_the_same(what, parts):
-            differ = RanksError(
-                f"the {self.size} ranks that run this model together have different {what}: each rank must make the "
-                "same calls, with the same prompts and options in the same order"
-            )
+            differ = RanksError(f"the {self.size} ranks that run this model together have different {what}: {advice}")
             raise _known(differ)
 
     def sums(self, device: torch.device, notices: Notices) -> Sums:
