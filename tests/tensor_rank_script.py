@@ -35,7 +35,7 @@ from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
-from hf_batchllm.model import architecture, device_memory
+from hf_batchllm.model import architecture, device_memory, tensor_ranks
 from hf_batchllm.model.runner import ModelRunner
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -408,6 +408,18 @@ def one_is_gone(name: str) -> Any:
         took = time.monotonic() - began
     (FOLDER / str(RANK)).write_bytes(pickle.dumps({**FOUND, "one_is_gone": (error, took)}))
     os._exit(0)
+
+
+def comes_late(name: str) -> Any:
+    """To a call that the first rank waits for."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(tensor_ranks, "_PATIENCE", 0.3)
+        with BatchGenerator(sharded(name)) as gen:
+            for _ in range(2):
+                time.sleep(0.9 * RANK)
+                gen.generate([[1, 2, 3]], max_new_tokens=2, **QUIET)
+    return [str(each.message) for each in told]
 
 
 def elsewhere(name: str) -> Any:

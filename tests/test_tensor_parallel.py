@@ -26,6 +26,7 @@ CASES = (
     "kept_prefixes:llama",
     "lied_to:llama",
     "disagreeing:llama",
+    "comes_late:llama",
     "elsewhere:llama",
     "accelerates:llama",
     "one_fails:llama",
@@ -82,6 +83,12 @@ def test_other_prompts_or_options_on_a_rank_are_an_error_on_all(two: list[dict[s
     assert "different settings of their BatchGenerator" in errors[-1]
     assert all(each.startswith("RanksError: the 2 ranks that run this model together") for each in errors)
     assert drawn == drawn_there and drawn[0] != drawn[1], "the first rank's seed is that of all"
+
+
+def test_a_rank_says_that_it_waits_for_the_others_to_make_a_call(two: list[dict[str, Any]]) -> None:
+    first, second = (found["comes_late:llama"] for found in two)
+    assert len(first) == 2 and not second, (first, second)
+    assert "rank 0 has waited 0 s for the other ranks that run this model together to make the same call" in first[0]
 
 
 def test_what_fails_on_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> None:

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from ..errors import RanksError
-from ..notices import Notices
+from ..notices import Notices, warn_user
 from ..patches.summed_rows import GroupSums, Sums
 from ..wording import first_line
 from .rank_watch import RankWatch
 
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
+_PATIENCE = 60.0  # seconds for the others to come to a call, before a warning
 _NO_LIMIT = timedelta(days=365)  # to wait for a rank that is busy: one that is gone is heard of
 _SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
 _INTERRUPTED = "was interrupted"
@@ -61,6 +62,7 @@ class TensorRanks:
     ) -> None:
         self._exchanged = exchanged
         self._exchanged_before = 0  # when hosts met last, before a step
+        self._comes_first = False  # what ranks exchange next is the first of a call
         self._launched = False  # whether graphs of that step are on the device: their sums are not counted
         self._watch = watch
         self._hosts, self._devices = hosts, devices
@@ -117,7 +119,7 @@ class TensorRanks:
         kind = zlib.crc32(what.encode())
         voted = [failed, kind, -kind, *numbers, *[0] * (_VOTED - len(numbers))]
         together = torch.tensor(voted, dtype=torch.int64, device="cpu")
-        with nullcontext() if self._watch is None else self._watch.listening():
+        with self._says_that_it_waits(), nullcontext() if self._watch is None else self._watch.listening():
             self._dist.all_reduce(together, op=self._dist.ReduceOp.MAX, group=self._hosts)
         first, *most = together.tolist()
         if not first:
@@ -125,6 +127,25 @@ class TensorRanks:
         failure = first - 1, self._sent(first - 1, why)
         self._end_if_apart(*failure)
         return [], failure
+
+    @contextmanager
+    def _says_that_it_waits(self) -> Iterator[None]:
+        """Where a call begins: the others may never come."""
+        if not self._comes_first:
+            yield
+            return
+        self._comes_first = False
+        said = (
+            f"rank {self.rank} has waited {_PATIENCE:.0f} s for the other ranks that run this model together to make "
+            "the same call, and goes on waiting: each rank must make it (is it in a block such as `if rank == 0`?)"
+        )
+        timer = threading.Timer(_PATIENCE, warn_user, [said])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _end_if_apart(self, rank: int, why: str) -> None:
         """After a failure in the midst of a step, devices of others wait for ever, and would take what comes next for
@@ -176,7 +197,7 @@ class TensorRanks:
         """
         self.check()
         self._are_level()
-        ended = False
+        self._comes_first, ended = self.size > 1, False
         TensorRanks._open += 1
         try:
             with nullcontext() if self._watch is None else self._watch.during_a_call():
