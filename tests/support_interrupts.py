@@ -37,7 +37,7 @@ class Stop:
         assert not unknown, f"no module of the library is called {unknown}"
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not self._is_meant(frame.f_code):
+        if not self._is_meant(frame.f_code) or _called_by(frame) == "__del__":  # where Python drops any error
             return self._pass
         if event in ("call", "line") and frame.f_code not in self.OUTSIDE:
             self.count += 1
@@ -74,6 +74,10 @@ class Stop:
             return call()
         finally:
             sys.settrace(before)
+
+
+def _called_by(frame: FrameType) -> str:
+    return "" if frame.f_back is None else frame.f_back.f_code.co_name
 
 
 # Where a call is set up and put away: few of the lines that are run, and those that matter.

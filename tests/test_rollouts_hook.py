@@ -120,7 +120,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         rollout_func(PROMPTS[:1], made)
     made.use_vllm = False
     model.get_input_embeddings().weight.ds_id = 0  # as DeepSpeed marks the weights that it has spread
-    with pytest.raises(UnsupportedModelError, match="several processes, by DeepSpeed's ZeRO-3; that is not supported"):
+    with pytest.raises(
+        UnsupportedModelError, match="several processes, by DeepSpeed's ZeRO-3: generate while they are gathered"
+    ):
         rollout_func(PROMPTS[:1], made)
     made._tokenize_prompts = lambda prompts: ([[5]], [["an image"]], {})
     with pytest.raises(UnsupportedOptionError, match="`rollout_func` was given prompts with images"):
