@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ import torch
 from support_families import build, random_prompts
 from support_pool import Load, is_running, none_left_behind
 from support_quick_workers import quick_workers
+from transformers import LogitsProcessor
 
-from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError
+from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError, RanksError
 from hf_batchllm.cli.commands import dispatch
 from hf_batchllm.pool.devices import worker_devices
 
@@ -98,6 +100,36 @@ def test_a_call_that_is_broken_off_leaves_nothing_behind(pool: GeneratorPool, on
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         pool.generate([[1, 2], []], max_new_tokens=4)
     ours, wanted = (gen.generate(PROMPTS, max_new_tokens=4, progress=False) for gen in (pool, one))
+    assert ours.token_ids == wanted.token_ids
+
+
+@dataclass
+class OnOne(LogitsProcessor):
+    """Of no use on one of the ranks: it cannot be opened there, or raises."""
+
+    rank: int
+    opens: bool = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.opens and os.environ.get("RANK") == str(self.rank):
+            raise ValueError("not here")
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if os.environ.get("RANK") == str(self.rank):
+            raise ValueError("not this")
+        return scores
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=str)
+def test_what_fails_in_one_of_the_processes_ends_the_call_alone(
+    pool: GeneratorPool, one: BatchGenerator, options: dict[str, Any]
+) -> None:
+    """Also before the call: the other one had waited for it for ever."""
+    for processor in OnOne(0), OnOne(1), OnOne(1, opens=False):
+        with pytest.raises((ValueError, RanksError), match="not here" if not processor.opens else "not this"):
+            pool.generate(PROMPTS[:4], max_new_tokens=4, logits_processor=[processor], progress=False, **options)
+    ours, wanted = (gen.generate(PROMPTS[:4], max_new_tokens=4, progress=False) for gen in (pool, one))
     assert ours.token_ids == wanted.token_ids
 
 

@@ -1,7 +1,8 @@
 """A worker that has its model together with other processes, each on a GPU of its own (tensor parallelism).
 
-The pool knows the worker alone. What its thread for the model is told, the followers are told as well, in the same
-order, so all of them make the same calls. What the followers find is dropped.
+The pool knows the worker alone. The parts of calls that its thread for the model runs, the followers are told to run as
+well, in the same order. What the followers find is dropped. What the pool asks is answered by the worker alone: nothing
+is exchanged then, so a process that fails to answer leaves none waiting for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from ..python_child import python_program
 from .agreed_claims import AgreedClaims
-from .messages import Ask, End, Load, Run
+from .messages import End, Load, Run
 
 _MAIN = "from hf_batchllm.pool.followers import main; main()"
 _LOOK_EVERY = 1.0  # seconds, for the worker's end
@@ -117,23 +118,30 @@ class Follower:
                 return
             try:
                 self._do(message)
-            except BaseException:  # the worker comes to it as well, or hears of it in what ranks exchange
+            except BaseException as error:  # the worker comes to it as well, or hears of it in what ranks exchange
+                from ..model.device_memory import is_device_error
+
                 if isinstance(message, Load):
                     time.sleep(_AFTER_FAILURE)
                     traceback.print_exc()
+                    return
+                if is_device_error(error):  # it would come in each call
                     return
 
     def _do(self, message: Any) -> None:
         if isinstance(message, Load):
             self._generator = message.load.open()()
-        elif isinstance(message, Ask):
-            function, given = message.content.open()
-            function(self._generator, *given)
         elif isinstance(message, Run):
-            part = message.part.open()
-            claims = AgreedClaims(part.piece_of(message.pieces))
+            part = failed = None
+            try:
+                part = message.part.open()
+                claims = AgreedClaims(part.piece_of(message.pieces))
+            except Exception as error:  # the worker has opened it, and waits where the call begins
+                failed, claims = error, AgreedClaims({})
 
             def begin(call: Any) -> Any:
+                if failed is not None:
+                    raise failed
                 part.begin(self._generator, call)
                 return lambda request: []
 

@@ -135,7 +135,6 @@ class Worker:
                 if isinstance(message, Load):
                     self._load(message)
                 elif isinstance(message, Ask):
-                    self._tell_followers(message)
                     function, given = message.content.open()
                     value = Parcel.of(function(self._generator, *given), "what a process of the pool found")
                     self._say(Answered(message.question, value))
@@ -177,7 +176,8 @@ class Worker:
         if isinstance(error, RanksError) and self._followers is not None:
             self._followers.may_have_ended()
         blame = Blame.USERS
-        if isinstance(message, Load) or is_device_error(error) or isinstance(error, RanksError):
+        apart = isinstance(error, RanksError) and not error._are_level
+        if isinstance(message, Load) or is_device_error(error) or apart:
             blame = Blame.DEVICE
         elif is_out_of_memory(error) or isinstance(error, MemoryError):
             blame = Blame.MEMORY
