@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .agreed_claims import AgreedClaims
-from .followers import Followers
+from .followers import FOLDER, Followers
 from .messages import (
     Answered,
     Ask,
@@ -76,7 +77,7 @@ class Worker:
             try:
                 message = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
-                os._exit(0)  # the pool is gone
+                _leave()  # the pool is gone
             if isinstance(message, GiveUp):
                 self._give_up(message)
             elif isinstance(message, Stop):
@@ -117,7 +118,7 @@ class Worker:
                 moved = self._moved
                 message = Pulse(0.0 if moved is None else time.monotonic() - moved)
             if os.getppid() != self._pool:  # a process that it has forked off may keep the socket open
-                os._exit(0)
+                _leave()
             with contextlib.suppress(OSError):  # whoever listens finds out, and ends the process
                 self._connection.send_bytes(pickle.dumps(message))
 
@@ -253,6 +254,13 @@ class Worker:
             self._say(Warned(str(message)))
         else:
             print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def _leave() -> None:
+    """Nobody else is there who would remove the folder."""
+    if FOLDER in os.environ:
+        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+    os._exit(0)
 
 
 def main() -> None:
