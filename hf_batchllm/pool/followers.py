@@ -152,7 +152,7 @@ class Follower:
 
 
 def main() -> None:
-    """``python -c ... SOCKET WORKER RANK SIZE DEVICE FOLDER``: the number of an open socket to the worker, its number."""
+    """``python -c ... SOCKET WORKER RANK SIZE DEVICE FOLDER``: numbers of an open socket to the worker, and its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when to stop
     number, worker, rank, size, device, folder = sys.argv[1:]
     connection = Connection(int(number))
