@@ -27,6 +27,7 @@ from transformers import LogitsProcessor
 
 from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError, RanksError
 from hf_batchllm.cli.commands import dispatch
+from hf_batchllm.pool.agreed_claims import AgreedClaims
 from hf_batchllm.pool.devices import worker_devices
 
 quick_workers()
@@ -183,6 +184,22 @@ def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert why in capsys.readouterr().err
 
 
+def test_what_is_asked_for_is_answered_once() -> None:
+    """Also where ranks come to no agreement, and after the end."""
+    said: list[list[int]] = []
+    claims = AgreedClaims({0: 5, 1: 6}, said.append)
+    claims.take(0)
+    assert claims.ask([5, 6])
+    with pytest.raises(ZeroDivisionError):
+        claims.agree(lambda value: 1 / 0)
+    assert not claims.agree(lambda value: value)
+    assert said == [[6]]
+    assert claims.ask([5])
+    claims.end()
+    assert said == [[6], []]
+    assert not claims.ask([5])
+
+
 def test_which_gpus_have_a_model_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_batchllm.pool.devices._gpus_there", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
@@ -191,7 +208,7 @@ def test_which_gpus_have_a_model_together(monkeypatch: pytest.MonkeyPatch) -> No
     assert [each.environment(8)["CUDA_VISIBLE_DEVICES"] for each in devices] == ["7,6,5,4", "3,2,1,0"]
     assert [each.name for each in worker_devices([0, 3], 2)] == ["GPUs 0 and 3"]
     with pytest.raises(ConfigError, match="`gpus` has GPU 1 twice"):
-        worker_devices([1, 1], 2)
+        worker_devices([0, 1, 1], 3)
 
 
 @pytest.mark.gpu

@@ -47,7 +47,9 @@ class WorkerHandle:
         self.device = device
         alike = [place for place, each in enumerate(devices) if each == device]
         which = f" ({alike.index(number) + 1})" if len(alike) > 1 else ""
-        self.name = f"the process{'es' * (device.processes > 1)} on {device.name}{which}"  # for people
+        self.name = (
+            f"the {'group of processes' if device.processes > 1 else 'process'} on {device.name}{which}"  # for people
+        )
         # Set by the thread that reads.
         self.loaded: Ready | None = None
         self.dead = False
