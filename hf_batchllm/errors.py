@@ -117,6 +117,8 @@ class PoolError(BatchLLMError, RuntimeError):
 class RanksError(BatchLLMError, RuntimeError):
     """Ranks that run one model together were given different things to do, or one of them has failed."""
 
+    _are_level = False  # whether all ranks have left the call at the same place, and can begin another one
+
 
 class CacheMemoryError(BatchLLMError, MemoryError):
     """Too little memory is free for the smallest useful KV cache."""

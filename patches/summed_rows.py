@@ -62,6 +62,6 @@ def summed_forward(linear: nn.Module, sums: Sums) -> Callable[..., torch.Tensor]
         made = sums.product(input.reshape(-1, input.shape[-1]), local(weight))
         if bias is not None:
             made += local(bias)
-        return made.view(*input.shape[:-1], -1)
+        return made.view(*input.shape[:-1], made.shape[-1])
 
     return forward

@@ -15,7 +15,7 @@ from support_kernels import DEVICE, INTERPRETED, kernel
 
 from hf_batchllm.kernels import rank_sums_torch, rank_sums_triton
 from hf_batchllm.model.peer_sums import PeerSums
-from hf_batchllm.patches.summed_rows import GroupSums
+from hf_batchllm.patches.summed_rows import GroupSums, summed_forward
 
 SIZES = [1, 4096, 4097, 3 * 8192 + 5]
 SUMS = 6 if INTERPRETED else 50
@@ -155,3 +155,25 @@ def test_a_rank_that_does_not_come_is_waited_for_until_all_is_ended(tmp_path: Pa
     ranks.ended.fill_(1)
     made = ranks.on_each(lambda rank: None if rank else ranks.sum(0, 0, torch.ones(5, device=DEVICE)), tmp_path)
     assert made[0] is not None and made[0].shape == (5,)
+
+
+def test_a_sum_counts_once_its_kernel_is_launched() -> None:
+    """Ranks compare how many there were: what fails before, on one of them, the others wait for."""
+    slots = [[torch.zeros(4096, dtype=torch.uint8)] for _ in range(2)]
+    signals, ended = torch.zeros(rank_sums_triton.MOST_PROGRAMS, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    sums = PeerSums(slots, [signals], 0, OtherSums(), ended)
+    with pytest.raises(RuntimeError, match="dtype"):
+        sums.product(torch.ones(2, 4), torch.ones(3, 4, dtype=torch.float16))
+    assert sums.made == 0
+
+
+@torch.no_grad()
+def test_rows_of_none() -> None:
+    linear = torch.nn.Linear(4, 3)
+    made = summed_forward(linear, NoSums())(torch.ones(1, 0, 4))
+    assert made.shape == (1, 0, 3)
+
+
+class NoSums(OtherSums):
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.t()

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ import torch
 from support_families import build, random_prompts
 from support_pool import Load, is_running, none_left_behind
 from support_quick_workers import quick_workers
+from transformers import LogitsProcessor
 
-from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError
+from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError, RanksError
 from hf_batchllm.cli.commands import dispatch
+from hf_batchllm.pool.agreed_claims import AgreedClaims
 from hf_batchllm.pool.devices import worker_devices
 
 quick_workers()
@@ -104,6 +107,36 @@ def test_a_call_that_is_broken_off_leaves_nothing_behind(pool: GeneratorPool, on
     assert ours.token_ids == wanted.token_ids
 
 
+@dataclass
+class OnOne(LogitsProcessor):
+    """Of no use on one of the ranks: it cannot be opened there, or raises."""
+
+    rank: int
+    opens: bool = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.opens and os.environ.get("RANK") == str(self.rank):
+            raise ValueError("not here")
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if os.environ.get("RANK") == str(self.rank):
+            raise ValueError("not this")
+        return scores
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=str)
+def test_what_fails_in_one_of_the_processes_ends_the_call_alone(
+    pool: GeneratorPool, one: BatchGenerator, options: dict[str, Any]
+) -> None:
+    """Also before the call: the other one had waited for it for ever."""
+    for processor in OnOne(0), OnOne(1), OnOne(1, opens=False):
+        with pytest.raises((ValueError, RanksError), match="not here" if not processor.opens else "not this"):
+            pool.generate(PROMPTS[:4], max_new_tokens=4, logits_processor=[processor], progress=False, **options)
+    ours, wanted = (gen.generate(PROMPTS[:4], max_new_tokens=4, progress=False) for gen in (pool, one))
+    assert ours.token_ids == wanted.token_ids
+
+
 def test_of_two_models_one_goes_on_without_the_other(saved: Path, one: BatchGenerator) -> None:
     """The second part of one of them is killed: the other model has the rest. In the end it loses a part, too."""
     wanted = one.generate(PROMPTS, max_new_tokens=6, progress=False).token_ids
@@ -154,6 +187,22 @@ def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert why in capsys.readouterr().err
 
 
+def test_what_is_asked_for_is_answered_once() -> None:
+    """Also where ranks come to no agreement, and after the end."""
+    said: list[list[int]] = []
+    claims = AgreedClaims({0: 5, 1: 6}, said.append)
+    claims.take(0)
+    assert claims.ask([5, 6])
+    with pytest.raises(ZeroDivisionError):
+        claims.agree(lambda value: 1 / 0)
+    assert not claims.agree(lambda value: value)
+    assert said == [[6]]
+    assert claims.ask([5])
+    claims.end()
+    assert said == [[6], []]
+    assert not claims.ask([5])
+
+
 def test_which_gpus_have_a_model_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_batchllm.pool.devices._gpus_there", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
@@ -162,7 +211,7 @@ def test_which_gpus_have_a_model_together(monkeypatch: pytest.MonkeyPatch) -> No
     assert [each.environment(8)["CUDA_VISIBLE_DEVICES"] for each in devices] == ["7,6,5,4", "3,2,1,0"]
     assert [each.name for each in worker_devices([0, 3], 2)] == ["GPUs 0 and 3"]
     with pytest.raises(ConfigError, match="`gpus` has GPU 1 twice"):
-        worker_devices([1, 1], 2)
+        worker_devices([0, 1, 1], 3)
 
 
 @pytest.mark.gpu

@@ -209,7 +209,7 @@ class JobChecks:
         if not any(options.do_sample for options in resolved):
             seeds = None
         elif seeds is None:
-            seeds = architecture.ranks.of_first("a seed", self._drawn_seed())
+            seeds = self._drawn_seed(architecture)
         can_stop = [rules[place].can_stop for place in places]
         return Job(
             good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed, grammars
@@ -219,9 +219,9 @@ class JobChecks:
         """The options of each prompt where there is a list of configs; else a list of one."""
         return resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
 
-    def _drawn_seed(self) -> int:
-        """Where a call samples and was given no seed."""
-        return int(torch.randint(2**63 - 1, (), device="cpu").item())
+    def _drawn_seed(self, architecture: Architecture) -> int:
+        """Where a call samples and was given no seed. All ranks have the same."""
+        return architecture.ranks.of_first("a seed", int(torch.randint(2**63 - 1, (), device="cpu").item()))
 
     def _showing(self, batch: PaddedBatch, prompts: list[Prompt]) -> list[Prompt | None]:
         """The rows of a batch with the images that they show."""

@@ -149,14 +149,19 @@ class PeerSums:
             return self._group.product(x, weight)
         parts, out = self._parts(rows, width, x.dtype), x.new_empty(rows, width)
         torch.mm(x, weight.t(), out=parts[self._rank])
-        return sum_of_parts(parts, out, self._signals, self._ended, self._rank)
+        return self._sum(parts, out)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         if not 0 < x.nbytes <= self._most or not x.is_contiguous():
             return self._group.total(x)
         parts = self._parts(x.numel() // x.shape[-1], x.shape[-1], x.dtype)
         parts[self._rank].copy_(x.view(parts[self._rank].shape))
-        return sum_of_parts(parts, x, self._signals, self._ended, self._rank)
+        return self._sum(parts, x)
+
+    def _sum(self, parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        sum_of_parts(parts, out, self._signals, self._ended, self._rank)
+        self.made += 1  # now: what fails before, for want of memory, is waited for by the others
+        return out
 
     def end(self) -> None:
         """Kernels wait for no other rank any more, and what they give means nothing. From any thread."""
@@ -165,7 +170,6 @@ class PeerSums:
     def _parts(self, rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """What each rank has in the next slot."""
         slot, self._next = self._next, 1 - self._next
-        self.made += 1
         key = slot, rows, width, dtype
         if key not in self._views:
             if len(self._views) > 4096:

@@ -99,7 +99,9 @@ class TensorRanks:
             raise _known(KeyboardInterrupt())
         if failed is not None:
             said = f"rank {failed[0]} of the {self.size} that run this model together {failed[1]}"
-            raise _known(RanksError(said))
+            one_failed = RanksError(said)
+            one_failed._are_level = self._watch is None or self._watch.failure is None
+            raise _known(one_failed)
         highest, lowest, *most = most
         if highest != -lowest:
             differ = RanksError(

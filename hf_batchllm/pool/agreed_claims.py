@@ -38,9 +38,9 @@ class AgreedClaims(PieceClaims):
 
     def agree(self, of_first: Callable[[Any], Any]) -> bool:
         """On all ranks, which ``of_first`` gives what the first one has. Whether they are to stop."""
+        asked, stops = of_first((list(self._asked), self._broken_off))
         with self._lock:
-            asked, self._asked = self._asked, []
-        asked, stops = of_first((asked, self._broken_off))
+            del self._asked[: len(asked)]  # now: after an error, ``end`` answers
         for pieces in asked:
             self._say(self.give_up(pieces))
         return bool(stops)

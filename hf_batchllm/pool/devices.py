@@ -63,8 +63,9 @@ def worker_devices(gpus: Any, tp: Any = 1) -> list[WorkerDevice]:
     if any(len({device.index is None for device in group}) > 1 for group in groups):
         raise ConfigError("a CPU and a GPU cannot have a model together: `gpus` has both")
     for group in groups:
-        if group[0].index is not None and len(set(group)) < tp:
-            raise ConfigError(f"a GPU cannot have two parts of a model, and `gpus` has {group[0].name} twice")
+        twice = next((device for place, device in enumerate(group) if device in group[:place]), None)
+        if twice is not None and twice.index is not None:
+            raise ConfigError(f"a GPU cannot have two parts of a model, and `gpus` has {twice.name} twice")
     return [
         WorkerDevice(first.index, tuple(each.index for each in rest if each.index is not None), tp)
         for first, *rest in groups

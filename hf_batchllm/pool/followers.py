@@ -1,7 +1,8 @@
 """A worker that has its model together with other processes, each on a GPU of its own (tensor parallelism).
 
-The pool knows the worker alone. What its thread for the model is told, the followers are told as well, in the same
-order, so all of them make the same calls. What the followers find is dropped.
+The pool knows the worker alone. The parts of calls that its thread for the model runs, the followers are told to run as
+well, in the same order. What the followers find is dropped. What the pool asks is answered by the worker alone: nothing
+is exchanged then, so a process that fails to answer leaves none waiting for it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -25,11 +24,13 @@ from typing import Any
 
 from ..python_child import python_program
 from .agreed_claims import AgreedClaims
-from .messages import Ask, End, Load, Run
+from .messages import End, Load, Run
 
+FOLDER = "HF_BATCHLLM_GROUP"  # in the environment of such a worker: where its ranks find each other. The pool's
 _MAIN = "from hf_batchllm.pool.followers import main; main()"
 _LOOK_EVERY = 1.0  # seconds, for the worker's end
 _AFTER_FAILURE = 20.0  # seconds in which the worker comes to the same failure by itself
+_MOST_SAID = 250  # characters of an error
 _LAST_WORDS = 0.5  # seconds until a process that has ended is known to have
 _NO_LIMIT = timedelta(days=365)  # a rank that is gone is heard of otherwise
 
@@ -38,20 +39,20 @@ class Followers:
     """As the worker has them, which is the first rank. ``size``: of ranks, with the worker."""
 
     def __init__(self, size: int, device: str) -> None:
-        self._folder = tempfile.mkdtemp(prefix="hf_batchllm-")  # in which the ranks find each other, all along
+        self._folder = os.environ[FOLDER]
         self._ends = False
         self._connections: list[Connection] = []
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             with theirs:
-                given = str(theirs.fileno()), str(rank), str(size), device, self._folder
+                given = str(theirs.fileno()), str(os.getpid()), str(rank), str(size), device, self._folder
                 process = subprocess.Popen(
                     [python_program(), "-P", "-u", "-c", _MAIN, *given],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                 )
             self._connections.append(Connection(ours.detach()))
-            threading.Thread(target=self._end_with, args=(process, rank), daemon=True).start()
+            threading.Thread(target=self._end_with, args=(process, rank, self._connections[-1]), daemon=True).start()
         self._size, self._device = size, device
 
     def tell(self, message: Any) -> None:
@@ -65,13 +66,14 @@ class Followers:
         """Once all have been told to load the model: be one of the ranks."""
         join_ranks(0, self._size, self._device, self._folder)
 
-    def _end_with(self, process: subprocess.Popen[bytes], rank: int) -> None:
+    def _end_with(self, process: subprocess.Popen[bytes], rank: int, connection: Connection) -> None:
         """A model without one of its parts is of no use."""
         code = process.wait()
         if self._ends:
             return
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(EOFError, OSError):
+            how = connection.recv_bytes().decode() if connection.poll() else how
         print(f"the process that has part {rank + 1} of the model {how}", flush=True)
         os._exit(1)
 
@@ -83,7 +85,6 @@ class Followers:
         """The worker ends."""
         self._ends = True
         self.tell(End())
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def join_ranks(rank: int, size: int, device: str, folder: str) -> None:
@@ -117,23 +118,33 @@ class Follower:
                 return
             try:
                 self._do(message)
-            except BaseException:  # the worker comes to it as well, or hears of it in what ranks exchange
+            except BaseException as error:  # the worker comes to it as well, or hears of it in what ranks exchange
+                from ..model.device_memory import is_device_error
+
                 if isinstance(message, Load):
                     time.sleep(_AFTER_FAILURE)
                     traceback.print_exc()
+                if isinstance(message, Load) or is_device_error(error):  # which would come in each call
+                    with contextlib.suppress(OSError):
+                        said = " ".join(f"{type(error).__name__}: {error}".split())
+                        self._connection.send_bytes(f"failed: {said[:_MOST_SAID]}".encode())
                     return
 
     def _do(self, message: Any) -> None:
         if isinstance(message, Load):
             self._generator = message.load.open()()
-        elif isinstance(message, Ask):
-            function, given = message.content.open()
-            function(self._generator, *given)
         elif isinstance(message, Run):
-            part = message.part.open()
-            claims = AgreedClaims(part.piece_of(message.pieces))
+            part: Any = None
+            failed: Exception | None = None
+            try:
+                part = message.part.open()
+                claims = AgreedClaims(part.piece_of(message.pieces))
+            except Exception as error:  # the worker has opened it, and waits where the call begins
+                failed, claims = error, AgreedClaims({})
 
             def begin(call: Any) -> Any:
+                if failed is not None:
+                    raise failed
                 part.begin(self._generator, call)
                 return lambda request: []
 
@@ -141,13 +152,14 @@ class Follower:
 
 
 def main() -> None:
-    """``python -c ... SOCKET RANK SIZE DEVICE FOLDER``: the number of an open socket to the worker."""
+    """``python -c ... SOCKET WORKER RANK SIZE DEVICE FOLDER``: numbers of an open socket to the worker, and its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when to stop
-    number, rank, size, device, folder = sys.argv[1:]
+    number, worker, rank, size, device, folder = sys.argv[1:]
     connection = Connection(int(number))
     os.set_inheritable(connection.fileno(), False)
-    threading.Thread(target=_end_without, args=[os.getppid()], daemon=True).start()
+    threading.Thread(target=_end_without, args=[int(worker)], daemon=True).start()
     warnings.showwarning = lambda *given, **more: None  # the worker warns of the same
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- and prints the same, all along
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -158,6 +170,7 @@ def main() -> None:
 
 
 def _end_without(worker: int) -> None:
+    """It may have ended before this process came to look, which then would wait for it for ever."""
     while os.getppid() == worker:
         time.sleep(_LOOK_EVERY)
     os._exit(0)

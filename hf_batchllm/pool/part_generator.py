@@ -19,6 +19,7 @@ from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
 from ..kernels.cards import card_on
+from ..model.architecture import Architecture
 from ..model.model_in_use import ModelInUse
 from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
@@ -40,7 +41,7 @@ _NO_PLAN = plan_sharing([])
 class PartChecks(JobChecks):
     takes_images = False  # a prompt's pixels would go to the pool's process and back
 
-    def _drawn_seed(self) -> int:
+    def _drawn_seed(self, architecture: Architecture) -> int:
         return 0  # the pool draws one, from the random numbers of the process that calls it
 
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .agreed_claims import AgreedClaims
-from .followers import Followers
+from .followers import FOLDER, Followers
 from .messages import (
     Answered,
     Ask,
@@ -76,7 +77,7 @@ class Worker:
             try:
                 message = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
-                os._exit(0)  # the pool is gone
+                _leave()  # the pool is gone
             if isinstance(message, GiveUp):
                 self._give_up(message)
             elif isinstance(message, Stop):
@@ -117,7 +118,7 @@ class Worker:
                 moved = self._moved
                 message = Pulse(0.0 if moved is None else time.monotonic() - moved)
             if os.getppid() != self._pool:  # a process that it has forked off may keep the socket open
-                os._exit(0)
+                _leave()
             with contextlib.suppress(OSError):  # whoever listens finds out, and ends the process
                 self._connection.send_bytes(pickle.dumps(message))
 
@@ -135,7 +136,6 @@ class Worker:
                 if isinstance(message, Load):
                     self._load(message)
                 elif isinstance(message, Ask):
-                    self._tell_followers(message)
                     function, given = message.content.open()
                     value = Parcel.of(function(self._generator, *given), "what a process of the pool found")
                     self._say(Answered(message.question, value))
@@ -177,7 +177,8 @@ class Worker:
         if isinstance(error, RanksError) and self._followers is not None:
             self._followers.may_have_ended()
         blame = Blame.USERS
-        if isinstance(message, Load) or is_device_error(error) or isinstance(error, RanksError):
+        apart = isinstance(error, RanksError) and not error._are_level
+        if isinstance(message, Load) or is_device_error(error) or apart:
             blame = Blame.DEVICE
         elif is_out_of_memory(error) or isinstance(error, MemoryError):
             blame = Blame.MEMORY
@@ -253,6 +254,13 @@ class Worker:
             self._say(Warned(str(message)))
         else:
             print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def _leave() -> None:
+    """Nobody else is there who would remove the folder."""
+    if FOLDER in os.environ:
+        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+    os._exit(0)
 
 
 def main() -> None:

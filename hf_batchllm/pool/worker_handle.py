@@ -9,10 +9,12 @@ import contextlib
 import os
 import pickle
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -22,6 +24,7 @@ from typing import IO, Any
 
 from ..python_child import python_path, python_program
 from .devices import WorkerDevice
+from .followers import FOLDER
 from .messages import Answered, Blame, Died, Done, End, Failed, Pulse, Ready
 
 _MAIN = "from hf_batchllm.pool.worker import main; main()"
@@ -44,7 +47,9 @@ class WorkerHandle:
         self.device = device
         alike = [place for place, each in enumerate(devices) if each == device]
         which = f" ({alike.index(number) + 1})" if len(alike) > 1 else ""
-        self.name = f"the process{'es' * (device.processes > 1)} on {device.name}{which}"  # for people
+        self.name = (
+            f"the {'group of processes' if device.processes > 1 else 'process'} on {device.name}{which}"  # for people
+        )
         # Set by the thread that reads.
         self.loaded: Ready | None = None
         self.dead = False
@@ -62,25 +67,33 @@ class WorkerHandle:
         self._last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._folder: str | None = None
         self._start(sum(each.processes for each in devices))
 
     def _start(self, processes: int) -> None:
         environment = os.environ | self.device.environment(processes)
         environment |= {"PYTHONPATH": python_path(map(os.path.abspath, sys.path)), NUMBER: str(self.number)}
+        environment.pop(FOLDER, None)  # this process may be such a worker
+        if self.device.processes > 1:  # however the worker ends, it can be removed from here
+            self._folder = environment[FOLDER] = tempfile.mkdtemp(prefix="hf_batchllm-")
         ours, theirs = socket.socketpair()
         with theirs:
-            # No fork of this process, which may have used a GPU; and no second run of the user's script.
-            self._process = subprocess.Popen(
-                [python_program(), "-P", "-u", "-c", _MAIN, str(theirs.fileno())],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C in a terminal is the pool's
-            )
+            try:
+                # No fork of this process, which may have used a GPU; and no second run of the user's script.
+                self._process = subprocess.Popen(
+                    [python_program(), "-P", "-u", "-c", _MAIN, str(theirs.fileno())],
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,  # Ctrl-C in a terminal is the pool's
+                )
+            except BaseException:
+                self._remove_folder()
+                raise
         self._connection = Connection(ours.detach())
         assert self._process.stdout is not None
         tasks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
@@ -154,6 +167,7 @@ class WorkerHandle:
         with self._lock:
             if self.dead:
                 return
+            self._remove_folder()
             self.how_it_ended = self._why or self._how_it_ended()
             self.dead = True
         self._outbox.put(None)
@@ -202,6 +216,10 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def wait(self, seconds: float) -> None:
         """For its end; if that does not come, it is killed."""
         try:
@@ -211,6 +229,7 @@ class WorkerHandle:
             self.kill("did not end")
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a driver cannot be killed
             self._process.wait(_PATIENCE)
+        self._remove_folder()
         self._outbox.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():  # whichever drops the pool last ends it
