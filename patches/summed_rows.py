@@ -24,6 +24,9 @@ class Sums(Protocol):
     def begin(self) -> None:
         """All ranks are about to run the model once."""
 
+    def close(self) -> None:
+        """Give back what they take, whoever still holds them."""
+
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' products: [tokens, in], [out, in] -> [tokens, out]."""
 
@@ -42,6 +45,9 @@ class GroupSums:
         self.made = 0
 
     def begin(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -163,6 +163,10 @@ class PeerSums:
         self.made += 1  # now: what fails before, for want of memory, is waited for by the others
         return out
 
+    def close(self) -> None:
+        self._slots, self._signals, self._held = [], [], None
+        self._views.clear()
+
     def end(self) -> None:
         """Kernels wait for no other rank any more, and what they give means nothing. From any thread."""
         self._ended.fill_(1)

@@ -339,6 +339,8 @@ class TensorRanks:
 
     def close(self) -> None:
         """Give back the memory of sums."""
+        if self._sums is not None:
+            self._sums.close()
         self._sums = None
 
     @contextmanager

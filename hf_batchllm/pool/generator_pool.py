@@ -272,7 +272,7 @@ class GeneratorPool:
         raise TypeError("a GeneratorPool holds processes of its own, so it cannot be copied or pickled")
 
     def __len__(self) -> int:
-        """How many processes there are."""
+        """How many processes there are that have a model: with ``tp``, groups of them."""
         return len(self._crew.alive)
 
     def __repr__(self) -> str:
