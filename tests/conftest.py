@@ -8,7 +8,9 @@ parameter ``name``. Which ones depends on their names alone, so a case that is a
 import gc
 import importlib.util
 import os
+import signal
 import zlib
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 
@@ -28,6 +30,15 @@ _NEEDED_BY = {
 }
 _LEFT_OUT = {name: files for name, files in _NEEDED_BY.items() if importlib.util.find_spec(name) is None}
 collect_ignore = [file for files in _LEFT_OUT.values() for file in files]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as a program has it from the start: other tests may have changed that, and a shell has whatever it starts
+    in the background ignore it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 def pytest_report_header() -> list[str]:

@@ -192,14 +192,6 @@ def test_twice(monkeypatch: pytest.MonkeyPatch, expected: dict[int, list[int]]) 
     assert_as_before(generator, before, expected)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """As a program is from the start, whatever other tests, or the libraries that they call, have made of it."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_while_it_waits_for_another_thread(expected: dict[int, list[int]]) -> None:
     """Before the call begins, where it looks at the model; a step would wait just so."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -219,15 +219,7 @@ def test_models_that_differ_are_found() -> None:
         ready(pool)
 
 
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """A process that a shell has started in the background ignores them."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
-@pytest.mark.usefixtures("interrupts")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c() -> None:
     """It reaches this process alone: the workers go on with the next call."""
     with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu", "cpu"]) as pool:

@@ -93,14 +93,6 @@ def test_scores_streams_and_plans(pool: GeneratorPool, one: BatchGenerator) -> N
     assert pool.plan(PROMPTS).computed_tokens == one.plan(PROMPTS).computed_tokens
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A process in the background ignores the signal."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_a_call_that_is_broken_off_leaves_nothing_behind(pool: GeneratorPool, one: BatchGenerator) -> None:
     """An interrupt, a stream that is left, and a bad prompt."""
