@@ -1,6 +1,6 @@
 """Models that several processes have together (transformers' tensor parallelism): the same answers as one process.
 
-The cases are in tensor_rank_script.py, which each rank runs.
+The cases are in support_tensor_rank_*.py. Each rank runs them, by tensor_rank_script.py.
 """
 
 from __future__ import annotations

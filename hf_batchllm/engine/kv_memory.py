@@ -347,25 +347,18 @@ class KVMemory:
             return  # a CPU hands out memory only when it is written to
         device = self.architecture.device
         dtype, architecture = kv_dtype(self._model, device), self.architecture
-        self._on_all_ranks(lambda: storage.reserve(architecture.attention, dtype, device, architecture.states))
+        self._taken_by_all(lambda: storage.reserve(architecture.attention, dtype, device, architecture.states))
 
-    def _on_all_ranks(self, take: Callable[[], None]) -> None:
+    def _taken_by_all(self, take: Callable[[], None]) -> None:
         """Memory that one rank has not is of no use to the others."""
-        failed: Exception | None = None
-        try:
-            take()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = error
-        if self.architecture.ranks.any("room for the KV cache", failed is not None):
-            raise failed or torch.OutOfMemoryError("another rank that runs this model has no memory for its part")
+        another = torch.OutOfMemoryError("another rank that runs this model has no memory for its part")
+        self.architecture.ranks.on_all("room for the KV cache", take, another)
 
     def _grow(self, room: Room, needed: Room) -> None:
         assert self.cache is not None and self.storage is not None
         try:
             storage = self.storage
-            self._on_all_ranks(lambda: storage.grow(*room))  # first: it may run out of memory
+            self._taken_by_all(lambda: storage.grow(*room))  # first: it may run out of memory
         except Exception as error:
             if not (self.memory.taken_at_once and is_out_of_memory(error)):
                 raise

@@ -33,6 +33,7 @@ from .architecture_refusals import (
     refuse_windows_of_the_cache,
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed
+from .find_ranks import ranks_of
 from .generation_methods import refuse_positions_from_elsewhere
 from .kv_storage import AttentionShape, kv_dtype
 from .own_code import AsMade, as_made
@@ -41,7 +42,7 @@ from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 from .sharded import refuse_adapters_of_sharded, refuse_sharded
 from .state_layers import StateNotes, attention_expected, layer_kinds, refuse_by_states, refuse_unknown_kinds
 from .state_storage import StateShape
-from .tensor_ranks import TensorRanks, ranks_of
+from .tensor_ranks import TensorRanks
 from .token_by_token import TokenByToken
 from .unpacking import unpack
 

@@ -7,8 +7,8 @@ Sums of 64 MB take 210 us instead of 260. Larger ones are the group's: in pieces
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,6 +18,7 @@ from ..patches.summed_rows import GroupSums
 from ..wording import first_line
 from .rank_watch import this_machine
 
+T = TypeVar("T")
 # By the number of ranks: each reads all that the others have, which takes several of them longer than the group's way.
 _MOST_BYTES = {2: 64 << 20, 3: 1 << 20, 4: 1 << 19}
 _MOST_BYTES_OF_MORE = 1 << 18
@@ -32,7 +33,7 @@ class Ranks(Protocol):
     size: int
     rank: int
 
-    def any(self, what: str, said: bool) -> bool: ...
+    def on_all(self, what: str, make: Callable[[], T], another: Exception) -> T: ...
 
     def have_the_same(self, what: str, parts: Iterable[bytes]) -> bool: ...
 
@@ -68,20 +69,14 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
     return sums
 
 
-def _on_all(ranks: Ranks, make: Any) -> Any:
-    made = failed = None
-    try:
-        made = make()
-    except Exception as error:
-        failed = error
-    if ranks.any("memory for sums", failed is not None):
-        said = (
-            "that cannot be done on another rank"
-            if failed is None
-            else f"{type(failed).__name__}: {first_line(failed)}"
-        )
-        raise CannotReachPeers(said) from failed
-    return made
+def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:
+    def made() -> T:
+        try:
+            return make()
+        except Exception as error:
+            raise CannotReachPeers(f"{type(error).__name__}: {first_line(error)}") from error
+
+    return ranks.on_all("memory for sums", made, CannotReachPeers("that cannot be done on another rank"))
 
 
 def _try(sums: PeerSums, ranks: Ranks, device: torch.device) -> None:

@@ -7,27 +7,24 @@ clock, random numbers, interrupts) is agreed on here, among the hosts: the devic
 from __future__ import annotations
 
 import hashlib
-import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from ..errors import RanksError
 from ..notices import Notices, warn_user
 from ..patches.summed_rows import GroupSums, Sums
 from ..wording import first_line
+from .held_interrupts import HeldInterrupts
 from .rank_watch import RankWatch
 
 T = TypeVar("T")
 _VOTED = 3  # numbers that ranks exchange at a time
 _PATIENCE = 60.0  # seconds for the others to come to a call, before a warning
-_NO_LIMIT = timedelta(days=365)  # to wait for a rank that is busy: one that is gone is heard of
 _SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
 _INTERRUPTED = "was interrupted"
 _KNOWN = "_all_ranks_know"  # what an error has that all of them raise, or have heard of
@@ -67,7 +64,7 @@ class TensorRanks:
         self._watch = watch
         self._hosts, self._devices = hosts, devices
         self._sums: Sums | None = None
-        self._interrupts: _Interrupts | None = None  # while steps run
+        self._interrupts: HeldInterrupts | None = None  # while steps run
         self.size, self.rank = 1, 0
         if hosts is not None:
             import torch.distributed as dist
@@ -174,7 +171,7 @@ class TensorRanks:
     @contextmanager
     def _uninterrupted(self) -> Iterator[None]:
         """Ctrl-C waits until the exchange is over: what the others still wait for would not come."""
-        interrupts = _Interrupts()
+        interrupts = HeldInterrupts()
         if self.size > 1:
             interrupts.hold_back()
         try:
@@ -267,6 +264,19 @@ class TensorRanks:
         """Whether any rank says so."""
         return bool(self.most(what, int(said)))
 
+    def on_all(self, what: str, make: Callable[[], T], another: Exception) -> T:
+        """What ``make`` gives, where all ranks can make it. Its own error where it fails here, and else ``another``."""
+        if self.size == 1:
+            return make()
+        try:
+            made = make()
+        except Exception:
+            self.any(what, True)
+            raise
+        if self.any(what, False):
+            raise another
+        return made
+
     def of_first(self, what: str, value: T) -> T:
         """What the first rank has."""
         if self.size == 1:
@@ -353,7 +363,7 @@ class TensorRanks:
         if self.size == 1:
             yield lambda _: None
             return
-        interrupts = self._interrupts = _Interrupts()
+        interrupts = self._interrupts = HeldInterrupts()
 
         def meet(plan: int) -> None:
             heard = 2 if interrupts.came else int(news is not None and news.waits)
@@ -391,28 +401,6 @@ class TensorRanks:
             interrupts.hold_back()
 
 
-class _Interrupts:
-    """Ctrl-C, kept in ``came`` while it is held back."""
-
-    def __init__(self) -> None:
-        self.came: list[Any] = []
-        self._before: Any = None  # the owner's handler
-        self._held_back = False
-
-    def hold_back(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # no other thread is interrupted
-            self._before = signal.signal(signal.SIGINT, lambda _, frame: self.came.append(frame))
-            self._held_back = True
-
-    def let_through(self, deliver: bool = True) -> None:
-        if not self._held_back:
-            return
-        self._held_back = False
-        signal.signal(signal.SIGINT, self._before)
-        if deliver and self.came and callable(self._before):
-            self._before(signal.SIGINT, self.came.pop())
-
-
 def _known(error: BaseException) -> BaseException:
     """That all ranks know of the error, so that none tells it to the others."""
     error.__dict__[_KNOWN] = True
@@ -431,44 +419,3 @@ def _in_words(error: BaseException) -> str:
         return "has left its stream"
     said = first_line(error) if isinstance(error, Exception) else str(error)
     return f"failed: {type(error).__name__}: {said}"
-
-
-# Of the model's group, by its members: a group over which hosts talk. The model's is held, so no other has its id.
-_hosts_of: dict[tuple[int, ...], tuple[Any, Any, RankWatch]] = {}
-
-
-def ranks_of(model: nn.Module) -> TensorRanks:
-    """Those that have ``model`` together. Where there are several, each of them must ask."""
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
-        return TensorRanks()
-    import torch.distributed as dist
-
-    devices = (mesh["tp"] if mesh.mesh_dim_names else mesh).get_group()
-    members = tuple(dist.get_process_group_ranks(devices))
-    made = _hosts_of.get(members)
-    if made is None or made[0] is not devices:
-        if made is not None:
-            made[2].leave()
-        hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, timeout=_NO_LIMIT)
-        made = _hosts_of[members] = devices, hosts, _watched(devices, hosts)
-    backend = devices._get_backend(next(model.parameters()).device)
-    return TensorRanks(made[1], devices, made[2], backend._get_sequence_number_for_group)
-
-
-def _watched(devices: Any, hosts: Any) -> RankWatch:
-    import torch.distributed as dist
-
-    def exchange(mine: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(hosts)
-        dist.all_gather_object(found, mine, group=hosts)
-        return found
-
-    def release() -> None:
-        if torch.cuda.is_available() and dist.get_backend(devices) != "gloo":
-            from .peer_sums import end_sums_of
-
-            end_sums_of(devices)
-            devices._get_backend(torch.device("cuda")).abort()
-
-    return RankWatch(dist.get_rank(hosts), dist.get_world_size(hosts), exchange, release)

@@ -276,8 +276,9 @@ class DecodeGraphs:
         try:
             if not any(other.captured for other in self._graphs.values()):
                 self._pool = torch.cuda.graph_pool_handle()  # a pool goes with its last graph
-            self._on_all_ranks(graph)
+            self._captured_by_all(graph)
         except BaseException as error:  # the model does something that a graph cannot hold; or an interrupt
+            graph.drop_capture()
             # A capture that breaks off leaves its own stream and generator state in place: put both back.
             torch.cuda.set_stream(stream)
             fresh = torch.Generator(device)
@@ -298,15 +299,8 @@ class DecodeGraphs:
             self.bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
         self.seconds += time.perf_counter() - began
 
-    def _on_all_ranks(self, graph: DecodeRows) -> None:
-        failed: Exception | None = None
-        try:
-            graph.capture(self._pool)
-        except Exception as error:
-            failed = error
-        if self._ranks.any("a capture", failed is not None):
-            graph.drop_capture()
-            raise failed or RuntimeError(_ANOTHER_RANK)
+    def _captured_by_all(self, graph: DecodeRows) -> None:
+        self._ranks.on_all("a capture", lambda: graph.capture(self._pool), RuntimeError(_ANOTHER_RANK))
 
     def _is_tight(self) -> bool:
         device = self._seats.last.device

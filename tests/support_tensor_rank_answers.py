@@ -1,0 +1,162 @@
+"""Cases of ranks that have a model together: the same answers as one process, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support_families import reference_generate
+from support_tensor_ranks import DEVICE, FOLDER, PROMPTS, QUIET, RANK, error_of, over_twins, sharded, whole_model
+from transformers import LogitsProcessor, StoppingCriteria
+
+from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
+
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 20, "seed": 5}
+
+
+@over_twins
+def family(name: str) -> Any:
+    """Greedy as ``generate``, one prompt at a time; sampled as one process; on the plain backend as well."""
+    model, whole = sharded(name), whole_model(name)
+    wanted = [reference_generate(whole, prompt, max_new_tokens=6) for prompt in PROMPTS["nested"]]
+    with BatchGenerator(model, page_size=16) as gen, BatchGenerator(whole, page_size=16) as one:
+        result = gen.generate(PROMPTS["nested"], max_new_tokens=6, **QUIET)
+        assert result.token_ids == wanted
+        drawn, as_one = (each.generate(PROMPTS["nested"], max_new_tokens=6, **SAMPLED, **QUIET) for each in (gen, one))
+        assert drawn.token_ids == as_one.token_ids
+    with BatchGenerator(model, backend="torch") as plain:
+        assert plain.generate(PROMPTS["nested"], max_new_tokens=6, **QUIET).token_ids == wanted
+    return str(result.report)
+
+
+@over_twins
+def options(name: str) -> Any:
+    model, whole, prompts = sharded(name), whole_model(name), PROMPTS["nested"]
+    given: dict[str, dict[str, Any]] = {
+        "beams": {"num_beams": 3, "num_return_sequences": 2},
+        "sampled beams": {"num_beams": 2, "do_sample": True, "seed": 3},
+        "samples": {**SAMPLED, "num_return_sequences": 3},
+        "seeds": {**SAMPLED, "seed": list(range(len(prompts)))},
+        "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
+        "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        "own processor": {"logits_processor": [Shifted(RANK)]},
+        "own criterion": {"stopping_criteria": [EndsAfterEven(RANK)]},
+        "own processor of beams": {"num_beams": 3, "logits_processor": [Shifted(RANK)]},
+        "own criterion of beams": {"num_beams": 3, "stopping_criteria": [EndsAfterEven(RANK)]},
+        "long": {"max_new_tokens": 30},
+    }
+    with BatchGenerator(model, page_size=16) as gen, BatchGenerator(whole, page_size=16) as one:
+        for kind, some in given.items():
+            asked: dict[str, Any] = {"max_new_tokens": 6, **QUIET, **some}
+            ours = gen.generate(prompts, **asked)
+            if kind.startswith("own processor"):  # what the first rank's say counts
+                asked["logits_processor"] = [Shifted(0)]
+            if kind.startswith("own criterion"):
+                asked["stopping_criteria"] = [EndsAfterEven(0)]
+            wanted = one.generate(prompts, **asked)
+            assert ours.token_ids == wanted.token_ids, kind
+            for mine, other in zip(ours, wanted, strict=True):
+                for place, at in zip(mine.logprobs or [], other.logprobs or [], strict=True):
+                    assert place == pytest.approx(at, abs=1e-4), kind
+        rows = torch.tensor([prompt[:5] for prompt in prompts if len(prompt) >= 5], device=DEVICE)
+        ours, wanted = (each.generate(input_ids=rows, max_new_tokens=5, **QUIET) for each in (gen, one))
+        assert torch.equal(ours, wanted)
+        long = gen.generate(prompts, max_new_tokens=60, **QUIET)
+        assert long.token_ids == one.generate(prompts, max_new_tokens=60, **QUIET).token_ids
+        with BatchGenerator(model, page_size=16, cuda_graphs=False) as eager:
+            assert eager.generate(prompts, max_new_tokens=30, **QUIET).token_ids == [
+                each[:30] for each in long.token_ids
+            ]
+        streamed = {each.index: each.token_ids for each in gen.stream(prompts, max_new_tokens=6)}
+        assert [streamed[index] for index in range(len(prompts))] == one.generate(
+            prompts, max_new_tokens=6, **QUIET
+        ).token_ids
+    return str(long.report)
+
+
+@over_twins
+def scores(name: str) -> Any:
+    model, whole, prompts = sharded(name), whole_model(name), PROMPTS["nested"]
+    continuations = [[[3, 4], [5]] for _ in prompts]
+    with BatchGenerator(model, page_size=16) as gen, BatchGenerator(whole, page_size=16) as one:
+        ours, wanted = (each.score(prompts, continuations, **QUIET) for each in (gen, one))
+    for mine, other in zip(ours, wanted, strict=True):
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert mine.is_greedy == other.is_greedy
+    return True
+
+
+@over_twins
+def kept_prefixes(name: str) -> Any:
+    """And preemption, in a cache for a few of the sequences."""
+    model, whole, prompts = sharded(name), whole_model(name), PROMPTS["nested"]
+    wanted = [reference_generate(whole, prompt, max_new_tokens=12) for prompt in prompts]
+    with BatchGenerator(model, page_size=16, keep_prefixes=3) as gen:
+        for _ in range(2):
+            result = gen.generate(prompts, max_new_tokens=12, **QUIET)
+            assert result.token_ids == wanted
+        assert result.report is not None and result.report.cached_tokens > 0
+    with BatchGenerator(model, page_size=16) as gen:
+        page = gen.generate([[1]], max_new_tokens=2, **QUIET).report.kv_memory
+    # With an end that may come at any time, more is let in than fits in the end.
+    long: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": 96, **QUIET}
+    with BatchGenerator(model, page_size=16, kv_memory=12 * page) as gen, BatchGenerator(whole, page_size=16) as one:
+        result = gen.generate(prompts, **long)
+        assert result.token_ids == one.generate(prompts, **long).token_ids
+        assert result.report.preemptions > 0
+    return True
+
+
+class Shifted(LogitsProcessor):
+    """Says something else on each rank."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores.roll(1 + self.by, dims=-1)
+
+
+class EndsAfterEven(StoppingCriteria):
+    """On the first rank, and after an odd one on the second."""
+
+    def __init__(self, odd: int) -> None:
+        self.odd = odd
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return input_ids[:, -1] % 2 == self.odd
+
+
+def accelerates(name: str) -> Any:
+    """``model.generate`` of a sharded model, its own and accelerated."""
+    model, rows = sharded(name), torch.tensor([prompt[:5] for prompt in PROMPTS["nested"]], device=DEVICE)
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    own = model.generate(rows, **asked)
+    with accelerated(model):
+        ours = model.generate(rows, **asked)
+    assert own.tolist() == ours.tolist()
+    return model.last_report is None or model.last_report.steps
+
+
+def elsewhere(name: str) -> Any:
+    """Ways in that would give each rank a part of the work, or have each of them write."""
+    model = sharded(name)
+    with BatchGenerator(model) as gen:
+        return [
+            error_of(lambda: RankGenerator(model)),
+            error_of(lambda: run_file(gen, FOLDER / "in.jsonl", FOLDER / "out.jsonl", max_new_tokens=3)),
+        ]
+
+
+def refused(name: str) -> Any:
+    return error_of(lambda: BatchGenerator(sharded(name)))
+
+
+def with_adapters(name: str) -> Any:
+    """Put beside its spread weights."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(copy.copy(sharded(name)), LoraConfig(r=2, target_modules=["q_proj"]))
+    return error_of(lambda: BatchGenerator(adapted))

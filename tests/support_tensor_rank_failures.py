@@ -1,0 +1,190 @@
+"""Cases of ranks of which one fails, is interrupted, leaves, or is killed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support_tensor_ranks import DEVICE, FOLDER, FOUND, QUIET, RANK, RANKS, error_of, sharded
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.model import architecture
+from hf_batchllm.model.runner import ModelRunner
+
+
+def interrupted_while_waiting(name: str) -> Any:
+    """By a terminal, all of them: one plans for long, and the others wait for what it will say."""
+
+    def prompts() -> Any:
+        if RANK == RANKS - 1:
+            time.sleep(1.0)
+        yield [1, 2, 3]
+
+    with BatchGenerator(sharded(name)) as gen:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        found = error_of(lambda: gen.generate(prompts(), max_new_tokens=4, **QUIET))
+        return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
+
+
+def streams(name: str) -> Any:
+    """Left before anything ran, and by one while another takes its time; Ctrl-C is the owner's between results."""
+    model = sharded(name)
+
+    def left(given: Any, *, slow: float, **options: Any) -> list[int]:
+        read = []
+        for result in gen.stream(given, max_new_tokens=5, **options):
+            read.append(result.index)
+            if RANK:
+                break
+            time.sleep(slow)
+        return read
+
+    with BatchGenerator(model) as gen, BatchGenerator(model) as other, pytest.MonkeyPatch.context() as patch:
+        errors = [error_of(lambda: left([[], [1, 2, 3]], slow=0, on_error="record"))]
+        patch.setattr(gen.architecture.ranks._watch, "_grace", 0.3)
+        errors.append(error_of(lambda: left([[1, 2, 3]] * 4, slow=1.0)))
+        before = signal.getsignal(signal.SIGINT)
+        first, second = (each.stream([[1, 2, 3]] * 4, max_new_tokens=5) for each in (gen, other))
+        next(first), next(second)
+        handlers = [signal.getsignal(signal.SIGINT)]
+        first.close()
+        second.close()
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return (
+            errors,
+            [each is before for each in handlers],
+            gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids,
+        )
+
+
+def interrupted(name: str) -> Any:
+    """One of them is."""
+    model = sharded(name)
+    with BatchGenerator(model) as gen:
+        if RANK == RANKS - 1:
+            threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+        found = error_of(lambda: gen.generate([[1, 2]] * 8, max_new_tokens=100_000, **QUIET))
+        again = gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
+    return found, again
+
+
+def one_fails(name: str) -> Any:
+    """By a bad prompt, in a processor, in a bar's place between steps, and while it streams."""
+
+    def failing(ids: Any, scores: Any) -> Any:
+        if RANK == 1 and ids.shape[1] > 5:
+            raise ValueError("no more of this")
+        return scores
+
+    def left(after: int) -> None:
+        for number, _ in enumerate(gen.stream([[1, 2, 3]] * 40, max_new_tokens=40)):
+            if number == after:
+                raise OSError("the disk is full")
+
+    with BatchGenerator(sharded(name)) as gen:
+        found = [
+            error_of(lambda: gen.generate([[1, 2, 3], [] if RANK else [4]], max_new_tokens=4, **QUIET)),
+            error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, logits_processor=[failing], **QUIET)),
+            error_of(lambda: left(3 if RANK else 1000)),
+            error_of(lambda: gen.generate([[1, 2, 3], []], max_new_tokens=4, **QUIET)),  # on all of them
+        ]
+        return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
+
+
+def one_is_gone(name: str) -> Any:
+    """For good, in the midst of its work. torchrun ends the others then, which is not waited for here."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def dying(ids: Any, scores: Any) -> Any:
+        """Between two steps: gloo itself may wait for ever where one is killed while numbers are on their way."""
+        if RANK == 1 and ids.shape[1] > 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scores
+
+    given = {"logits_processor": [dying]} if DEVICE == "cpu" else {}
+    with BatchGenerator(sharded(name or "llama")) as gen:
+        if RANK == 1 and DEVICE != "cpu":
+            threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        began = time.monotonic()
+        error = error_of(lambda: gen.generate([[1, 2]] * 8, max_new_tokens=100_000, **given, **QUIET))
+        took = time.monotonic() - began
+    (FOLDER / str(RANK)).write_bytes(pickle.dumps({**FOUND, "one_is_gone": (error, took)}))
+    os._exit(0)
+
+
+def failing_fourth_step(patch: pytest.MonkeyPatch, others: Callable[[], Any]) -> None:
+    """The second rank fails in the middle of its fourth step, where the others do something else."""
+    own, steps = ModelRunner.step, []
+
+    def step(self: ModelRunner, *given: Any) -> Any:
+        steps.append(1)
+        if len(steps) != 4:
+            return own(self, *given)
+        if RANK == 1:
+            raise MemoryError("no memory in the middle of a step")
+        others()
+        return torch.zeros(1, 101)
+
+    patch.setattr(ModelRunner, "step", step)
+
+
+def one_fails_in_a_step(name: str) -> Any:
+    """The others wait for it on a device, from which nothing comes: here an event that the watch's thread sets."""
+    model, released = sharded(name), threading.Event()
+
+    def wait() -> None:
+        assert released.wait(60)
+
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
+        watch = gen.architecture.ranks._watch
+        assert watch is not None
+        patch.setattr(watch, "_release", released.set)
+        patch.setattr(watch, "_grace", 0.5)
+        failing_fourth_step(patch, wait)
+        began = time.monotonic()
+        first = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
+        took = time.monotonic() - began
+        patch.undo()
+        return first, took, error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET))
+
+
+def one_fails_before_its_device(name: str) -> Any:
+    """It has launched less of a step than the others, which hear of it by themselves."""
+    model = sharded(name)
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
+        ranks = gen.architecture.ranks
+        # Of what was to be exchanged, the device waits for the first.
+        failing_fourth_step(patch, lambda: patch.setattr(ranks, "_exchanged", lambda: 1000))
+        first = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
+        patch.undo()
+        return first, error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET))
+
+
+def looked_at_alike(name: str) -> Any:
+    """A generator is made by all ranks, or by none; an error of the owner's that comes again is told again."""
+    model, error = sharded(name), ValueError("no more of this")
+
+    def failing(ids: Any, scores: Any) -> Any:
+        if RANK:
+            raise error
+        return scores
+
+    own = architecture._noted_pass
+
+    def looked(*given: Any) -> Any:
+        noted = own(*given)
+        return 1 / 0 if RANK and given[0] is model else noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "_noted_pass", looked)
+        found = [error_of(lambda: BatchGenerator(model))]
+    with BatchGenerator(model) as gen:
+        asked: dict[str, Any] = {"max_new_tokens": 4, "logits_processor": [failing], **QUIET}
+        return found + [error_of(lambda: gen.generate([[1, 2, 3]], **asked)) for _ in range(2)]
