@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,26 @@ main()
 """
 
 
-def run_ranks(script: str, folder: Path, count: int, *cases: str, on: str = "cpu") -> list[dict[str, Any]]:
+def run_ranks(
+    script: str, folder: Path, count: int, *cases: str, on: str = "cpu", timeout: float = 200
+) -> list[dict[str, Any]]:
     """What each rank found. script: its name in this folder. on: the kind of device that it uses."""
     command = [sys.executable, "-c", LAUNCH, "--standalone", "--nproc-per-node", str(count)]
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on == "cpu" else {}
-    ended = run(
-        [*command, str(HERE / script), str(folder), *cases],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TENSOR_RANKS_ON": on, **hidden},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
     found = [folder / str(rank) for rank in range(count)]
+    try:
+        ended = run(
+            [*command, str(HERE / script), str(folder), *cases],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TENSOR_RANKS_ON": on, **hidden},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired as error:
+        through = [list(pickle.loads(each.read_bytes())) if each.exists() else [] for each in found]
+        said = (error.stderr or b"").decode()[-6000:] if isinstance(error.stderr, bytes) else error.stderr
+        raise AssertionError(f"{timeout} s were not enough; cases that came to their end: {through}; {said}") from error
     assert any(each.exists() for each in found), ended.stderr[-3000:]
     last = {case for case in cases if case != "one_is_gone"}
     answers = [pickle.loads(each.read_bytes()) if each.exists() else {} for each in found]

@@ -7,6 +7,7 @@ A case has a name, and what it is given after a colon: ``family:llama``.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -25,6 +26,7 @@ CASES = {
     **vars(support_tensor_rank_lies),
     **vars(support_tensor_rank_failures),
 }
+_LONG = 60  # seconds, after which a case shows where it is
 
 
 def main(cases: list[str]) -> None:
@@ -35,6 +37,7 @@ def main(cases: list[str]) -> None:
     dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl")
     for case in cases:
         name, _, given = case.partition(":")
+        faulthandler.dump_traceback_later(_LONG)
         try:
             FOUND[case] = CASES[name](given)
         except BaseException as error:
@@ -43,6 +46,7 @@ def main(cases: list[str]) -> None:
                 import traceback
 
                 FOUND[case] += "".join(traceback.format_exception(error)[-2:])
+        faulthandler.cancel_dump_traceback_later()
         (FOLDER / str(RANK)).write_bytes(pickle.dumps(FOUND))
         dist.barrier()
     dist.destroy_process_group()

@@ -218,7 +218,7 @@ def test_which_gpus_have_a_model_together(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(saved: Path) -> None:
-    with BatchGenerator(build("llama").to("cuda"), page_size=16) as one:
+    with BatchGenerator(copy.deepcopy(whole()).to("cuda"), page_size=16) as one:
         wanted = one.generate(PROMPTS, max_new_tokens=40, progress=False)
     with none_left_behind() as started, in_parts(saved, gpus=2) as gen:
         result = gen.generate(PROMPTS, max_new_tokens=40, progress=False)
