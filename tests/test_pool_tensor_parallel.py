@@ -79,6 +79,7 @@ def test_answers_are_those_of_one_process(pool: GeneratorPool, one: BatchGenerat
     ours, wanted = (gen.generate(PROMPTS, max_new_tokens=6, progress=False, **options) for gen in (pool, one))
     assert ours.token_ids == wanted.token_ids
     assert len(pool) == 1
+    assert ours.report is not None and [each.device for each in ours.report.workers] == ["the CPU"]
 
 
 def test_scores_streams_and_plans(pool: GeneratorPool, one: BatchGenerator) -> None:
@@ -223,7 +224,7 @@ def test_two_gpus(saved: Path) -> None:
     with none_left_behind() as started, in_parts(saved, gpus=2) as gen:
         result = gen.generate(PROMPTS, max_new_tokens=40, progress=False)
         assert result.token_ids == wanted.token_ids
-        assert result.report is not None and [each.name for each in result.report.workers] == ["GPUs 0 and 1"]
+        assert result.report is not None and [each.device for each in result.report.workers] == ["GPUs 0 and 1"]
         (worker,) = gen._crew.workers
         started += [worker.process_id, *children_of(worker.process_id)]
         threading.Timer(1.0, os.kill, (started[1], signal.SIGKILL)).start()

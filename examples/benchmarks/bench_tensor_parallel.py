@@ -69,14 +69,16 @@ def floors(model: Any, asked: argparse.Namespace, device: torch.device, dtype: t
     with BatchGenerator(model) as generator:
         sums = generator.architecture.ranks.sums(device, lambda *_: None)
         rows = torch.zeros(_ROWS, config.hidden_size, device=device, dtype=dtype)
-        for turn in range(11):
-            if turn == 1:
-                synchronize(device)
-                began = time.perf_counter()
-            sums.begin()
-            sums.total(rows)
-        synchronize(device)
-        of_a_token = (time.perf_counter() - began) / 10 / _ROWS
+        taken = []
+        for _ in range(20):
+            synchronize(device)
+            began = time.perf_counter()
+            for _ in range(5):
+                sums.begin()
+                sums.total(rows)
+            synchronize(device)
+            taken.append((time.perf_counter() - began) / 5)
+        of_a_token = statistics.median(taken) / _ROWS
     found = {}
     for name in asked.only:
         floor = floor_of(shape, workload_of(name, asked).as_groups(), rates)
