@@ -132,6 +132,9 @@ class BatchConfig:
         its weights, modules, hooks, mode or config. Code of your own in the model, or in hooks, is tried on a few
         tokens: what changes none of these cannot be seen, and needs ``forget_prefixes()``.
     backend: "torch" or "triton" attention; "auto" takes the best one for the device.
+    invariant: the same answer to a prompt, to the last bit, whatever else is in the list: alone, in any order, with
+        shared prefixes or without, in steps of any size. Set it for evaluations, caches and RL, where answers must not
+        depend on their neighbours. On a CPU alone, so far, where it is slower.
     """
 
     page_size: int = 64
@@ -145,6 +148,7 @@ class BatchConfig:
     fuse: bool = True
     keep_prefixes: int = 0
     backend: str = "auto"
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         _whole(self, "page_size", 1)
@@ -152,7 +156,7 @@ class BatchConfig:
         _whole(self, "min_shared_tokens", 0)
         _whole(self, "steps_per_sync", 1, optional=True)
         _whole(self, "keep_prefixes", 0)
-        for name in ("share_prefixes", "cuda_graphs", "fuse"):
+        for name in ("share_prefixes", "cuda_graphs", "fuse", "invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"`{name}` must be True or False, not {shown(getattr(self, name))}")
         self.kv_bytes(free=1 << 40)  # only to check the value now

@@ -36,6 +36,7 @@ from .installed_versions import warn_of_versions
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
 from .model.device_memory import is_device_error
+from .model.invariance import refuse_what_varies
 from .model.owners_warnings import warn_of_compiled
 from .notices import Notices
 from .patches.fusion import Fusion
@@ -86,6 +87,7 @@ class BatchGenerator:
         self.architecture = inspect_model(model)
         if model is not given:
             warn_of_compiled(base_model(model), self._notices)
+        refuse_what_varies(model, self.architecture, self.config)
         check_backend(self.config, self.architecture.device, self._notices)
         self._kv = KVMemory(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)

@@ -53,12 +53,12 @@ def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed, sums
         own = around(experts, own)
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
-        gate_up, gate_up_bias = _tensors(experts, "gate_up_proj")  # read once: an adapter may compute it
+        gate_up, gate_up_bias = tensors_of(experts, "gate_up_proj")  # read once: an adapter may compute it
         if named or len(given) != 3 or given[0].ndim != 2 or given[0].dtype != gate_up.dtype:
             unusual: torch.Tensor = own(*given, **named)
             return unusual
         states, indices, shares = given  # [tokens, hidden], [tokens, top], [tokens, top]
-        down, down_bias = _tensors(experts, "down_proj")
+        down, down_bias = tensors_of(experts, "down_proj")
         top, count = indices.shape[1], len(gate_up)
         rows = handed.take(indices) if found.is_handed_on and not experts._forward_pre_hooks else None
         if rows is None:
@@ -71,7 +71,7 @@ def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed, sums
     return around(experts, forward) if in_parts and sums is None else forward
 
 
-def _tensors(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def tensors_of(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A stack of weights as [experts, out, in], and its biases."""
     weight = local(getattr(experts, name))
     return weight.transpose(1, 2) if experts.is_transposed else weight, getattr(experts, f"{name}_bias", None)

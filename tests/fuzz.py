@@ -86,15 +86,15 @@ class Leaks:
 
 
 def fuzz(
-    seed: int, device: str, seconds: float, cases: Iterable[int], most_failures: int = 10, shrink: bool = True
+    seed: int, device: str, seconds: float, cases: Iterable[int], most_failures: int = 10, invariant: bool = False
 ) -> Tally:
     """Runs until the time is over, the cases are, or so many have failed."""
     tally, leaks = Tally(), Leaks()
     for number in cases:
         if tally.seconds > seconds or tally.failed >= most_failures:
             break
-        case = draw_case(seed, number, device)
-        if why := missing(case.family, case.device_loop):
+        case = draw_case(seed, number, device, invariant)
+        if why := missing(case.family, case.device_loop, invariant):
             tally.left_out[why] += 1
             continue
         outcome = check(case)
@@ -113,6 +113,7 @@ def fuzz(
 
 def _tell(case: Case, error: str, seed: int, number: int) -> None:
     on = "" if case.device == "cpu" else f" --device {case.device}"
+    on += " --invariant" if case.config.get("invariant") else ""
     print(f"\nFAILED: {error}\n{case}\n  again: make fuzz ARGS='--seed {seed} --case {number}{on}'", flush=True)
     less = smaller(case)
     if less != case:
@@ -127,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="this one alone")
     parser.add_argument("--cases", type=int, default=10**9, help="at most so many")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--invariant", action="store_true", help="with invariant=True: equal to the last bit")
     parser.add_argument("--failures", type=int, default=10, help="end after so many")
     given = parser.parse_args(arguments)
     seed = int(time.time()) if given.seed is None else given.seed
@@ -135,10 +137,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed {seed}, torch {torch.__version__}, {given.device}", flush=True)
     one = given.case is not None
     if one:
-        case = draw_case(seed, given.case, given.device)
+        case = draw_case(seed, given.case, given.device, given.invariant)
         print(case, flush=True)
     numbers = range(given.case, given.case + 1) if one else range(given.cases)
-    tally = fuzz(seed, given.device, given.seconds, numbers, given.failures)
+    tally = fuzz(seed, given.device, given.seconds, numbers, given.failures, given.invariant)
     print(tally.summary(), flush=True)
     return 1 if tally.failed else 0
 

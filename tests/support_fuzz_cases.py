@@ -65,6 +65,12 @@ class Case:
         return "\n".join([*lines, *(f"  {ask}" for ask in self.asks)])
 
 
+def _logprobs(options: Options, own: bool) -> Options:
+    """To be compared, too; a search of beams gives none."""
+    beams = own or options.get("num_beams", 1) > 1
+    return {} if beams else {"logprobs": 1, "prompt_logprobs": 0}
+
+
 def draw_prompts(dice: Random) -> list[list[int]]:
     """Grown on one another, over few different tokens or many; some equal, some of one token, some long."""
     count, letters = dice.choice((1, 2, 3, 4, 5, 6, 8, 12)), dice.choice((1, 2, 3, 8, _TOKENS, _TOKENS))
@@ -109,7 +115,8 @@ def draw_config(dice: Random, device: str, device_loop: bool, beams: bool, token
     return config
 
 
-def draw_case(seed: int, number: int, device: str = "cpu") -> Case:
+def draw_case(seed: int, number: int, device: str = "cpu", invariant: bool = False) -> Case:
+    """``invariant``: with ``invariant=True``, so that all results must be equal to the last bit."""
     name = f"case {number} of seed {seed}"
     dice = Random(f"{seed}:{number}")
     family, prompts = models.draw_family(dice), draw_prompts(dice)
@@ -134,4 +141,7 @@ def draw_case(seed: int, number: int, device: str = "cpu") -> Case:
     one_seed = None if relation in MOVES_PROMPTS or dice.random() < 0.5 else dice.randrange(2**63)
     config = draw_config(dice, device, device_loop, how == "beams", sum(map(len, prompts)))
     every_row = dice.random() < 0.15
+    if invariant:
+        config, device_loop = {**config, "invariant": True}, False
+        options = options if "logprobs" in options or dice.random() < 0.3 else options | _logprobs(options, own)
     return Case(name, family, asks, options, relation, config, one_seed, device, device_loop, every_row)

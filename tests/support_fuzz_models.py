@@ -14,6 +14,8 @@ from support_accelerated import word_tokenizer
 from support_families import FAMILIES
 from support_letter_tokenizers import letter_tokenizer
 
+from hf_batchllm import BatchGenerator, UnsupportedModelError
+
 # One of each kind of structure; half of all cases are drawn for them.
 DIFFERENT = [
     *("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "opt", "cohere2", "mixtral", "qwen3"),
@@ -30,13 +32,26 @@ def draw_family(dice: Random) -> str:
     return dice.choice(DIFFERENT if dice.random() < 0.5 else sorted(FAMILIES))
 
 
-def missing(family: str, device_loop: bool) -> str | None:
+def missing(family: str, device_loop: bool, invariant: bool = False) -> str | None:
     """Why a case cannot be run here."""
+    if invariant and (why := _varies(family)) is not None:
+        return why
     if family.startswith(PEFT):
         return None if _installed("peft") else "peft is not installed, which models with adapters need"
     if device_loop and not _installed("hypothesis"):
         return "hypothesis is not installed, which the loop of a GPU on a CPU needs"
     return FAMILIES[family].missing()
+
+
+@cache
+def _varies(family: str) -> str | None:
+    if family.startswith(PEFT) and not _installed("peft"):
+        return "peft is not installed, which models with adapters need"
+    try:
+        BatchGenerator(model_of(family, "cpu"), invariant=True).close()
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
 
 
 @cache

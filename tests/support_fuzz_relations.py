@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -42,8 +43,10 @@ class Bench:
         base = self.base[index]
         where = f"{what}: prompt {index}"
         expect(len(row) == len(base), f"{where} has {len(row)} rows, and had {len(base)}")
+        exact = bool(self.case.config.get("invariant"))
         if [each.token_ids for each in row] != [each.token_ids for each in base]:
             try:
+                expect(not exact, f"{[each.token_ids for each in row]}, and not {[each.token_ids for each in base]}")
                 if self.oracle.check(index, ask, row) and self.oracle.check(index, ask, base):
                     self.ties += 1
                     return
@@ -56,9 +59,10 @@ class Bench:
             same = one.finish_reason == other.finish_reason
             expect(same, f"{where}: it ended by {one.finish_reason}, and before by {other.finish_reason}")
             expect(one.text == other.text, f"{where}: its text is {one.text!r}, and was {other.text!r}")
-            expect(_close([one.score], [other.score]), f"{where}: its score is {one.score}, and was {other.score}")
+            near = operator.eq if exact else _close
+            expect(near([one.score], [other.score]), f"{where}: its score is {one.score}, and was {other.score}")
             for name in ("logprobs", "prompt_logprobs"):
-                _same_logprobs(getattr(one, name), getattr(other, name), f"{where}: {name}")
+                _same_logprobs(getattr(one, name), getattr(other, name), f"{where}: {name}", exact)
 
 
 def _close(one: Sequence[float | None], other: Sequence[float | None]) -> bool:
@@ -68,7 +72,8 @@ def _close(one: Sequence[float | None], other: Sequence[float | None]) -> bool:
     )
 
 
-def _same_logprobs(one: Any, other: Any, what: str) -> None:
+def _same_logprobs(one: Any, other: Any, what: str, exact: bool) -> None:
+    expect(not exact or repr(one) == repr(other), f"{what} are {one}, and were {other}")
     expect((one is None) == (other is None), f"{what} are there in one of the two alone")
     for at, (a, b) in enumerate(zip(one or [], other or [], strict=True)):
         values = [sorted((each or {}).values()) for each in (a, b)]
@@ -155,6 +160,8 @@ def settings(bench: Bench) -> None:
         config = draw_config(bench.dice, case.device, case.device_loop, case.kind == "beams", case.tokens)
         if not case.device_loop and case.device == "cpu" and case.kind != "greedy":
             config.pop("steps_per_sync", None)
+        if "invariant" in case.config:
+            config["invariant"] = True
         with bench.calls.generator(config, case.asks) as generator:
             rows = bench.calls.rows(case.asks, generator)
         bench.same(case.asks, rows, range(len(rows)), f"with {config}")
@@ -385,6 +392,8 @@ def _score_others(bench: Bench, generator: BatchGenerator, more: dict[str, Any])
 def _expect_close(
     bench: Bench, ask: Ask, of: Sequence[int], found: Sequence[Any], own: Sequence[Any], whose: str
 ) -> None:
+    if whose == "generate" and bench.case.config.get("invariant"):
+        expect(list(own) == list(found), f"score() gives {found} and {whose} {own}")
     if not _close(own, found):
         both = (is_as_exact_as_the_model(bench.case, ask, of, each) for each in (found, own))
         expect(all(both), f"score() gives {found} and {whose} {own}")

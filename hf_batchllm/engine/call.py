@@ -18,6 +18,7 @@ from ..inputs.prompts import longest_uncut
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
 from ..model.image_features import ImageFeatures
+from ..model.invariance import refuse_images
 from ..model.model_in_use import ModelInUse
 from ..model.tensor_ranks import News
 from ..notices import Notices
@@ -129,6 +130,8 @@ class Call:
         keyed = self._adapters.keyed(job.prompts, job.places)
         self.plan = CallPlan(keyed, job.runs, job.max_new_tokens, job.widths, self._config)
         self._images = ImageFeatures.of(self._use.model, self.plan.prompts, self.plan.sharing.order.tolist())
+        if self._images is not None:
+            refuse_images(self._config)
         if self._use.architecture.states:
             self.plan.ask_more_of_prefixes(price_of_states(self.plan, self._kv))
 

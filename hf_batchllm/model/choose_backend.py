@@ -20,6 +20,7 @@ from ..patches.fused_mixers import MixerKernels
 from ..patches.fusion import Fusion, triton_fused_kernels
 from . import varlen_attention
 from .attention_backend import AttentionBackend
+from .fixed_attention import FixedBackend
 from .kv_storage import KVStorage
 from .state_step import StateKernels, in_torch
 from .torch_attention import TorchBackend
@@ -28,6 +29,8 @@ from .triton_attention import TritonBackend, triton_kernels
 
 def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -> None:
     """Refuse a backend that was asked for and cannot run here; warn where the slow one is taken instead."""
+    if config.invariant:
+        return  # model/invariance.py has looked at it
     if config.backend == "torch":
         reason = 'that is what `backend="torch"` asks for'
     else:
@@ -49,6 +52,8 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
 
 
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
+    if config.invariant:
+        return FixedBackend(storage, device)
     if config.backend == "torch":
         return TorchBackend(storage, device)
     if _refused(config, device) is not None:

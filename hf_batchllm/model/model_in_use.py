@@ -25,6 +25,7 @@ from .choose_backend import (
     without_refused,
 )
 from .image_features import ImageFeatures
+from .invariance import refuse_what_varies
 from .kv_storage import KVStorage
 from .owners_warnings import warn_of_owners_state
 from .runner import ModelRunner
@@ -47,6 +48,7 @@ class ModelInUse:
 
     def check(self) -> None:
         """Refuse a backend that cannot be used, and say what works differently in this model."""
+        refuse_what_varies(self.model, self.architecture, self._config)
         check_backend(self._config, self.device, self._notices)
         groups = self._groups
         warn_of_refused(groups, self._config, self.device, self._notices)

@@ -26,7 +26,7 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
     inner = base_model(model)
     name = type(inner).__name__
     modules = every_module(model)
-    if (place := _hooked(model, modules)) is not None:
+    if (place := place_of_hooks(model, modules)) is not None:
         notices(
             "hooks",
             f"there are hooks on {place}, and they see other tensors than in model.generate: many prompts in one row "
@@ -66,10 +66,10 @@ def warn_of_compiled(model: nn.Module, notices: Notices) -> None:
 
 def has_owners_hooks(model: nn.Module) -> bool:
     """Whether hooks are on it, or on all modules, that may do anything."""
-    return _hooked(model, every_module(model)) is not None
+    return place_of_hooks(model, every_module(model)) is not None
 
 
-def _hooked(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
+def place_of_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
     """The first place with a hook of its owner's."""
     everywhere = nn.modules.module
     if any(

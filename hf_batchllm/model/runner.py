@@ -22,6 +22,7 @@ from ..patches.attention_interface import (
 )
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
+from ..patches.fixed_experts import FixedExperts
 from ..patches.fusion import FusedLayers
 from ..patches.image_features_swap import ImageFeaturesSwap
 from ..patches.state_functions import StateContext, StateFunctions, state_context, states_in_use, use_states
@@ -30,6 +31,8 @@ from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
+from .fixed_attention import ROWS, FixedBackend
+from .fixed_passes import in_fixed_passes
 from .image_features import ImageFeatures
 from .kept_autocast import KeptAutocast
 from .state_step import StateKernels, StateStep
@@ -60,6 +63,7 @@ class ModelRunner:
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._autocast = KeptAutocast(architecture.device)
+        self._experts = FixedExperts(model, ROWS) if isinstance(backend, FixedBackend) else None
         self._outside: tuple[bool, AttentionContext | None, StateContext | None] | None = (
             None  # during a step, what was set before it
         )
@@ -120,6 +124,8 @@ class ModelRunner:
             adapter = None if self.adapters is None else ("of a prompt", self.adapters.name)
             with nullcontext() if self.adapters is None else self.adapters.applied(), self._compiled.applied():
                 images = self.images.of_step(batch.image_keys[at], adapter)
+        if isinstance(self.backend, FixedBackend):
+            return in_fixed_passes(self.forward, self.backend, batch)
         context = self.backend.prepare(batch.attention)
         states = None
         if batch.states is not None:
@@ -146,6 +152,7 @@ class ModelRunner:
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
         adapted = nullcontext() if self.adapters is None else self.adapters.applied()
         fused = nullcontext() if self._fused is None else self._fused.applied()
+        experts = nullcontext() if self._experts is None else self._experts.applied()
         known: AbstractContextManager[object] = nullcontext()
         if images is not None:
             assert self.images is not None
@@ -157,6 +164,7 @@ class ModelRunner:
             adapted,
             self._compiled.applied(),
             fused,
+            experts,
             self._head.applied(),
             attention_context(context),
             self._functions.applied(),
@@ -216,6 +224,8 @@ class ModelRunner:
         self._functions.restore()
         if self._fused is not None:
             self._fused.restore()
+        if self._experts is not None:
+            self._experts.restore()
         self._compiled.restore()
         if self.adapters is not None:
             self.adapters.restore()

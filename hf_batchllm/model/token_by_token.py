@@ -117,6 +117,10 @@ class TokenByToken:
         if before is not None:
             self._good = before.after_passes(model)
 
+    def finds_any(self, model: nn.Module, modules: Sequence[nn.Module]) -> bool:
+        """Whether there is code that is not transformers' own."""
+        return bool(self._finder.find(model, modules))
+
     def answers(self, model: PreTrainedModel, hooked: bool) -> torch.Tensor | None:
         """Of a long row, numbers that change with nearly all that an owner's code reads; not numbers where it fails.
 

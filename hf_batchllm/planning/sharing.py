@@ -45,12 +45,13 @@ def plan_sharing(
     min_shared_tokens: int = MIN_SHARED_TOKENS,
     share: bool = True,
     new_tokens: int | Sequence[int] = 1,
+    multiple: int = 1,
 ) -> SharingPlan:
     """The plan with the fewest tokens to compute, where each segment costs ``min_shared_tokens`` more than it has.
 
     So a segment is kept if it saves at least as many. ``new_tokens``, of each prompt or of all, decide only the order.
     With ``share=False`` there are no segments; the order follows the same rule. To plan several samples of a prompt,
-    list it as many times.
+    list it as many times. Segments end at positions that are a ``multiple``.
     """
     if not isinstance(min_shared_tokens, (int, np.integer)) or isinstance(min_shared_tokens, bool):
         raise ConfigError(f"min_shared_tokens is {min_shared_tokens!r}; it is a number of tokens, 0 or more")
@@ -66,13 +67,16 @@ def plan_sharing(
         raise ValueError(f"prompt {int(lengths.argmin())} is empty")
 
     with garbage_collection_paused(), planning_bar(count):
-        return _plan(prompts, lengths, decode, share, int(min_shared_tokens))
+        return _plan(prompts, lengths, decode, share, int(min_shared_tokens), multiple)
 
 
-def _plan(prompts: Sequence[Prompt], lengths: np.ndarray, decode: np.ndarray, share: bool, fee: int) -> SharingPlan:
+def _plan(
+    prompts: Sequence[Prompt], lengths: np.ndarray, decode: np.ndarray, share: bool, fee: int, multiple: int
+) -> SharingPlan:
     count = len(prompts)
     # by_prefix holds prompt indices in sorted order; a "place" is a position there.
     by_prefix, shared = _sorted_by_prefix(prompts) if share else (np.arange(count), [0] * count)
+    shared = [length - length % multiple for length in shared]
     tree = build_tree(shared)
     nearest = np.asarray([*nearest_kept(tree, lengths[by_prefix], fee), -1], np.int64)
     # Index -1 stands for "no node": it finds the -1 added at the end here, and the 0 added at the end of `depth`.
@@ -166,5 +170,6 @@ def make_plan(
         min_shared_tokens=config.min_shared_tokens + state_price,
         share=config.share_prefixes,
         new_tokens=new_tokens,
+        multiple=config.page_size if config.invariant else 1,
     )
     return replace(plan, min_shared_tokens=config.min_shared_tokens, state_price=state_price)

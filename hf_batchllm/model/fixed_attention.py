@@ -1,0 +1,129 @@
+"""The backend for ``invariant=True`` on a CPU: each row attends by itself, in parts that end at fixed positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..kernels.fixed_attention_torch import KEYS, Merged, attend_parts
+from ..patches.attention_interface import AttentionCall
+from .attention_backend import AttentionBackend
+from .batch import AttentionBatch
+from .kv_storage import KVStorage
+from .torch_attention import Scratch, write_in_torch
+from .transfers import to_device
+
+ROWS = 32  # of each pass through the model
+_GATHERED_BYTES = 4 << 20  # of K and V at a time: they should still be in a CPU's caches when they are read
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of several rows, computed at once."""
+
+    rows: torch.Tensor  # [pairs]  in the pass; no row twice
+    keys: torch.Tensor  # [pairs, KEYS] slots; beyond what a row sees, any that are written
+    seen: torch.Tensor  # [pairs, KEYS] bool
+
+
+class FixedPlan:
+    """A step's parts, made once for all layers with the same window."""
+
+    def __init__(self, batch: AttentionBatch, device: torch.device, scratch: Scratch) -> None:
+        self.batch = batch
+        self.device = device
+        self.scratch = scratch
+        self._slots = [self._of_span(place) for place in range(len(batch.span_unit))]
+        self._span_of = np.repeat(np.arange(len(batch.span_unit)), batch.span_end - batch.span_begin)  # [tokens]
+        self._parts: dict[tuple[int, int | None, int], list[_Parts]] = {}
+
+    def _of_span(self, place: int) -> np.ndarray:  # [parts, KEYS]
+        """The slots of all tokens that a span's last row sees. What is beyond them repeats the first."""
+        batch, units = self.batch, self.batch.units
+        end = int(batch.span_position[place] + batch.span_end[place] - batch.span_begin[place])
+        unit, pieces = int(batch.span_unit[place]), []
+        while unit >= 0:
+            start = units.start[unit]
+            if end > start:
+                pieces.append(units.slots(unit, start, end, batch.page_size))
+            unit, end = units.base[unit], start
+        slots = np.concatenate(pieces[::-1])
+        padded = np.full(-(-len(slots) // KEYS) * KEYS, slots[0])
+        padded[: len(slots)] = slots
+        return padded.reshape(-1, KEYS)
+
+    def parts(self, begin: int, end: int, window: int | None, token_bytes: int) -> list[_Parts]:
+        """Of the rows [begin, end), counted from ``begin``; those of earlier positions first."""
+        key = begin, window, token_bytes
+        if key not in self._parts:
+            self._parts[key] = self._made(begin, end, window, max(1, _GATHERED_BYTES // (KEYS * token_bytes)))
+        return self._parts[key]
+
+    def _made(self, begin: int, end: int, window: int | None, most: int) -> list[_Parts]:
+        positions = self.batch.positions[begin:end]
+        sees_from = np.zeros_like(positions) if window is None else np.maximum(positions + 1 - window, 0)
+        first, last = sees_from // KEYS, positions // KEYS
+        made = []
+        for part in range(int(first.min()), int(last.max()) + 1):
+            of_part = np.flatnonzero((first <= part) & (part <= last))
+            at = part * KEYS + np.arange(KEYS)
+            for some in (of_part[cut : cut + most] for cut in range(0, len(of_part), most)):
+                slots = [self._slots[self._span_of[begin + row]] for row in some]
+                seen = (at >= sees_from[some, None]) & (at <= positions[some, None])
+                # A token that comes later may have NaN in its slot, and 0 x NaN is NaN: the first one stands in for it.
+                keys = np.where(seen, [each[part] for each in slots], [each[0, :1] for each in slots])
+                made.append(_Parts(*(to_device(each, self.device) for each in (some, keys, seen))))
+        return made
+
+
+class FixedAttention:
+    """Runs the rows [begin, end) of a step, layer by layer. A pass may have more rows, which attend to nothing."""
+
+    takes_masks = False
+
+    def __init__(self, plan: FixedPlan, storage: KVStorage, begin: int, end: int) -> None:
+        self.plan = plan
+        self.storage = storage
+        self.begin, self.end = begin, end
+        self.calls = 0
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls += 1
+        rows, batch = self.end - self.begin, self.plan.batch
+        given = len(call.q)
+        call = replace(call, q=call.q[:rows], k=call.k[:rows], v=call.v[:rows])
+        k_cache, v_cache = self.storage.read_by(call)
+        q = write_in_torch(call, k_cache, v_cache, batch.slots[self.begin : self.end])
+        exact = torch.promote_types(q.dtype, torch.float32)
+        merged = Merged(rows, q.shape[1], v_cache.shape[-1], exact, q.device)
+        token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
+        gather = self.plan.scratch.gather
+        for each in self.plan.parts(self.begin, self.end, call.window, token_bytes):
+            k, v = gather("k", k_cache, each.keys), gather("v", v_cache, each.keys)
+            merged.add(each.rows, *attend_parts(q[each.rows], k, v, each.seen, call.scale, call.softcap))
+        out = q.new_zeros(given, q.shape[1], v_cache.shape[-1])
+        out[:rows] = merged.result(call.sinks).to(q.dtype)
+        return out
+
+
+class FixedBackend(AttentionBackend):
+    def __init__(self, storage: KVStorage, device: torch.device) -> None:
+        self.storage = storage
+        self.device = device
+        self._scratch = Scratch()
+
+    def prepare(self, batch: AttentionBatch) -> FixedAttention:
+        return FixedAttention(self._plan(batch), self.storage, 0, len(batch.positions))
+
+    def passes(self, batch: AttentionBatch) -> list[FixedAttention]:
+        """One for each run of so many rows. Their K and V are there when later ones read them."""
+        plan, rows = self._plan(batch), len(batch.positions)
+        return [FixedAttention(plan, self.storage, begin, min(begin + ROWS, rows)) for begin in range(0, rows, ROWS)]
+
+    def _plan(self, batch: AttentionBatch) -> FixedPlan:
+        return FixedPlan(batch, self.device, self._scratch)
+
+    def release(self) -> None:
+        self._scratch.release()
