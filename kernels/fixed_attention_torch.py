@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import torch
 
-KEYS = 128  # of a part; parts end at multiples of it
+from .fixed_lists import PART
+from .work_lists import WorkLists
+
+_LEAST = torch.finfo(torch.float32).min
+KEYS = 128  # of a part on a CPU; parts end at multiples of it
 
 
 def attend_parts(
     q: torch.Tensor,  # [pairs, heads, qk_dim]
-    k: torch.Tensor,  # [pairs, KEYS, kv_heads, qk_dim]
-    v: torch.Tensor,  # [pairs, KEYS, kv_heads, v_dim]
-    seen: torch.Tensor,  # [pairs, KEYS] bool; each row sees a key at least
+    k: torch.Tensor,  # [pairs, keys, kv_heads, qk_dim]
+    v: torch.Tensor,  # [pairs, keys, kv_heads, v_dim]
+    seen: torch.Tensor,  # [pairs, keys] bool
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,7 +39,7 @@ def attend_parts(
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores = scores.view(pairs, kv_heads, group, keys).masked_fill_(~seen[:, None, None], float("-inf"))
     peak = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(peak).exp_()
+    weights = scores.sub_(peak.clamp(min=_LEAST)).exp_()  # all 0 where a row sees nothing
     made = torch.bmm(weights.view(pairs * kv_heads, group, keys), values)
     return made.view(pairs, q.shape[1], -1), weights.sum(-1).view(pairs, -1), peak.view(pairs, -1)
 
@@ -44,21 +48,94 @@ class Merged:
     """The results of rows while their parts come in, in the order of positions."""
 
     def __init__(self, rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._total = torch.zeros(rows, heads, dtype=dtype, device=device)
-        self._peak = torch.full((rows, heads), float("-inf"), dtype=dtype, device=device)
-        self._out = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
+        self.total = torch.zeros(rows, heads, dtype=dtype, device=device)
+        self.peak = torch.full((rows, heads), float("-inf"), dtype=dtype, device=device)
+        self.out = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
 
     def add(self, rows: torch.Tensor, made: torch.Tensor, total: torch.Tensor, peak: torch.Tensor) -> None:
         """One part of each of these ``rows``."""
-        before = self._peak[rows]
+        before = self.peak[rows]
         largest = torch.maximum(before, peak)
-        kept, added = (before - largest).exp_(), (peak - largest).exp_()
-        self._out[rows] = self._out[rows] * kept.unsqueeze(-1) + made * added.unsqueeze(-1)
-        self._total[rows] = self._total[rows] * kept + total * added
-        self._peak[rows] = largest
+        finite = largest.clamp(min=_LEAST)  # before a row has seen a key any finite number will do
+        kept, added = (before - finite).exp_(), (peak - finite).exp_()
+        self.out[rows] = self.out[rows] * kept.unsqueeze(-1) + made * added.unsqueeze(-1)
+        self.total[rows] = self.total[rows] * kept + total * added
+        self.peak[rows] = largest
 
     def result(self, sinks: torch.Tensor | None = None) -> torch.Tensor:  # [rows, heads, dim]
-        total = self._total
+        """0 for a row that saw nothing."""
+        total = self.total
         if sinks is not None:  # logits without a value
-            total = total + (sinks.to(total.dtype) - self._peak).exp_()
-        return self._out / total.unsqueeze(-1)
+            total = total + (sinks.to(total.dtype) - self.peak.clamp(min=_LEAST)).exp_()
+        return self.out / torch.where(total > 0, total, 1.0).unsqueeze(-1)
+
+
+def attend_fixed(
+    tile: int,
+    q: torch.Tensor,  # [rows, heads, qk_dim]
+    k_pages: torch.Tensor,  # [pages, page_size, kv_heads, qk_dim]
+    v_pages: torch.Tensor,  # [pages, page_size, kv_heads, v_dim]
+    boxes: object,  # as the kernel reads them
+    out: torch.Tensor,  # [rows, heads, v_dim]
+    part_out: torch.Tensor,  # [parts, heads, v_dim]
+    part_sums: torch.Tensor,  # [parts, heads, 2]
+    work: WorkLists,
+    lengths: torch.Tensor,  # [rows]  how many positions a row sees
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """The twin of the kernel in ``fixed_attention_triton``, item by item."""
+    page_size, exact = k_pages.shape[1], torch.promote_types(q.dtype, torch.float32)
+    for row, rows, begin, _, end, part, is_own, _ in work.items[tile][: int(work.counts[tile])].tolist():
+        assert rows * (q.shape[1] // k_pages.shape[2]) <= tile, "an item of more lines than its tile has"
+        page, _, first, _ = work.entries[begin:end].long().unbind(1)
+        at = torch.arange(row, row + rows, device=q.device)
+        merged = Merged(rows, q.shape[1], v_pages.shape[3], exact, q.device)
+        key = (first[:, None] + torch.arange(page_size, device=q.device)).flatten()  # [keys]
+        slot = (page[:, None] * page_size + torch.arange(page_size, device=q.device)).flatten()
+        reach = int(lengths[row + rows - 1]) if is_own else int(key[-1]) + 1
+        for start in range(int(key[0]) // PART * PART, min(int(key[-1]) + 1, reach), PART):
+            mine = (key >= start) & (key < min(start + PART, reach))
+            if not mine.any():
+                continue
+            slots = torch.zeros(PART, dtype=torch.long, device=q.device)  # at its place in the part, or not seen
+            there = torch.zeros(PART, dtype=torch.bool, device=q.device)
+            slots[key[mine] - start], there[key[mine] - start] = slot[mine], True
+            position = start + torch.arange(PART, device=q.device)
+            seen = there & (position < lengths[at, None])
+            if window is not None:
+                seen &= position >= lengths[at, None] - window
+            # What no row sees is not even read: a free page may hold NaN, and 0 x NaN is NaN.
+            k, v = (
+                torch.where(there[:, None, None], pages.flatten(0, 1)[slots], 0).expand(rows, -1, -1, -1)
+                for pages in (k_pages, v_pages)
+            )
+            merged.add(torch.arange(rows, device=q.device), *attend_parts(q[at], k, v, seen, scale, softcap))
+        if part < 0:
+            out[at] = merged.result().to(out.dtype)
+            continue
+        to = work.row_parts[at].long() + part
+        part_out[to] = merged.out.to(part_out.dtype)
+        part_sums[to] = torch.stack([merged.total, merged.peak], -1).to(part_sums.dtype)
+
+
+def merge_fixed(
+    out: torch.Tensor,  # [rows, heads, v_dim]
+    part_out: torch.Tensor,  # [parts, heads, v_dim]
+    part_sums: torch.Tensor,  # [parts, heads, 2]
+    work: WorkLists,
+    *,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> None:
+    """Fold each row's parts. With sinks the lists must have been built with ``direct=False``."""
+    begin, counts = work.row_parts[: len(out)].long(), work.row_parts[: len(out) + 1].long().diff()
+    rows, heads, dim = out.shape
+    merged = Merged(rows, heads, dim, part_out.dtype, out.device)
+    for nth in range(int(counts.max()) if len(counts) else 0):
+        there = (counts > nth).nonzero()[:, 0]
+        part = begin[there] + nth
+        merged.add(there, part_out[part], *part_sums[part].unbind(-1))
+    mine = (counts != 1) | (sinks is not None)  # else the only item of such a row has written the output
+    out[mine] = merged.result(sinks).to(out.dtype)[mine]

@@ -39,7 +39,7 @@ class Readers:
 
 
 @dataclass(frozen=True)
-class _Nodes:
+class Nodes:
     unit: np.ndarray  # [nodes]
     upto: np.ndarray  # [nodes]  the position up to which the unit is read
     level: np.ndarray  # [nodes]  outermost prefixes have 0
@@ -64,7 +64,7 @@ def make_ranges(
 ) -> Ranges:
     """With a window, tokens before it do not count towards the gate; `build_work` leaves their pages out."""
     assert (readers.rows > 0).all() and (window is None or window > 0)
-    nodes = _nodes(units, readers)
+    nodes = nodes_of(units, readers)
     begin = units.start[nodes.unit]
     if window is not None and len(nodes):
         sees_from = readers.end - readers.rows + 1 - window  # [readers]  the first row
@@ -94,7 +94,7 @@ def make_ranges(
 
 def make_chunks(units: Units, readers: Readers, *, page_size: int) -> Chunks:
     """Each reader against its whole page table."""
-    nodes = _nodes(units, readers)
+    nodes = nodes_of(units, readers)
     none = np.empty(0, dtype=np.int64)
     pieces = _pieces(nodes, np.zeros(len(nodes), dtype=bool), none, readers)
     page_begin, page, tokens, first = _pages(units, len(readers.unit), *pieces, page_size)
@@ -102,7 +102,7 @@ def make_chunks(units: Units, readers: Readers, *, page_size: int) -> Chunks:
     return Chunks(readers.row, row_end, readers.end - readers.rows, page_begin, page, tokens, first)
 
 
-def _nodes(units: Units, readers: Readers) -> _Nodes:
+def nodes_of(units: Units, readers: Readers) -> Nodes:
     count = len(readers.unit)
     # How deep each reader stands: as many levels as there are bases below it.
     below, depth = units.base[readers.unit], np.zeros(count, dtype=np.int64)
@@ -132,7 +132,7 @@ def _nodes(units: Units, readers: Readers) -> _Nodes:
     node_at = np.repeat(number, ends - starts).reshape(levels, count)
     starts, ends = starts[real], ends[real]
     level, first = np.divmod(starts, max(count, 1))
-    return _Nodes(
+    return Nodes(
         unit=unit.ravel()[starts],
         upto=upto.ravel()[starts],
         level=level,
@@ -144,7 +144,7 @@ def _nodes(units: Units, readers: Readers) -> _Nodes:
     )
 
 
-def _kept(nodes: _Nodes, size: np.ndarray, gate: float, gate_merged: float) -> np.ndarray:
+def _kept(nodes: Nodes, size: np.ndarray, gate: float, gate_merged: float) -> np.ndarray:
     """Whether each node, of ``size`` tokens, becomes a range of its own [nodes]."""
     readers = nodes.end - nodes.first
     saved = 1 - 1 / np.maximum(readers, 1)
@@ -163,7 +163,7 @@ def _kept(nodes: _Nodes, size: np.ndarray, gate: float, gate_merged: float) -> n
 
 
 def _pieces(
-    nodes: _Nodes, kept: np.ndarray, mine: np.ndarray, readers: Readers
+    nodes: Nodes, kept: np.ndarray, mine: np.ndarray, readers: Readers
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The pieces that ranges read: (range, unit, position up to which it is read, whether the unit is final there).
 

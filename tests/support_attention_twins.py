@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from support_parity import watched as watched  # a fixture
 
-from hf_batchllm.kernels import decode_torch, layer_ops_torch, prefill_torch
+from hf_batchllm.kernels import decode_torch, fixed_attention_torch, layer_ops_torch, prefill_torch
+from hf_batchllm.model.fixed_triton_attention import FixedKernels
 from hf_batchllm.model.triton_attention import AttentionKernels, StepWork, TritonBackend
 
 TWINS = AttentionKernels(
@@ -18,6 +19,11 @@ TWINS = AttentionKernels(
     by_page=lambda pages: pages,
     launch_options=lambda *shape: {"tile": 64},
     unsupported=lambda *shape: None,
+)
+
+
+FIXED_TWINS = FixedKernels(
+    attend=fixed_attention_torch.attend_fixed, merge=fixed_attention_torch.merge_fixed, boxes=lambda pages: pages
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_attention_twins import TWINS
+from support_attention_twins import FIXED_TWINS, TWINS
 from support_distributions import processors_of
 from support_families import build, logits_of_rows
 from support_fused import TWINS as FUSED_TWINS
@@ -23,6 +23,7 @@ from hf_batchllm import BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.kernels.sample_torch import exponential
+from hf_batchllm.model.fixed_triton_attention import FixedTritonBackend
 from hf_batchllm.model.triton_attention import TritonBackend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -48,6 +49,8 @@ def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     on the device. What would be captured is run again in its place."""
 
     def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
+        if config.invariant:
+            return FixedTritonBackend(FIXED_TWINS, TWINS, storage, device, notices, (4, 2))
         return TritonBackend(TWINS, storage, device, notices, (4, 2))
 
     def graphs_for(config: Any, runner: Any, *others: Any) -> DecodeGraphs:

@@ -52,6 +52,11 @@ class Case:
         return "sampled" if any(options.get("do_sample") for options in each) else "greedy"
 
     @property
+    def exact(self) -> bool:
+        """Whether results must be equal to the last bit."""
+        return bool(self.config.get("invariant")) and (not self.device_loop or self.family in models.ALIGNED)
+
+    @property
     def tokens(self) -> int:
         return sum(len(ask.ids) for ask in self.asks)
 
@@ -142,6 +147,7 @@ def draw_case(seed: int, number: int, device: str = "cpu", invariant: bool = Fal
     config = draw_config(dice, device, device_loop, how == "beams", sum(map(len, prompts)))
     every_row = dice.random() < 0.15
     if invariant:
-        config, device_loop = {**config, "invariant": True}, False
+        config = {**config, "invariant": True}
+        device_loop = device_loop and how != "beams"
         options = options if "logprobs" in options or dice.random() < 0.3 else options | _logprobs(options, own)
     return Case(name, family, asks, options, relation, config, one_seed, device, device_loop, every_row)

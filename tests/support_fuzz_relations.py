@@ -43,7 +43,7 @@ class Bench:
         base = self.base[index]
         where = f"{what}: prompt {index}"
         expect(len(row) == len(base), f"{where} has {len(row)} rows, and had {len(base)}")
-        exact = bool(self.case.config.get("invariant"))
+        exact = self.case.exact
         if [each.token_ids for each in row] != [each.token_ids for each in base]:
             try:
                 expect(not exact, f"{[each.token_ids for each in row]}, and not {[each.token_ids for each in base]}")
@@ -392,7 +392,7 @@ def _score_others(bench: Bench, generator: BatchGenerator, more: dict[str, Any])
 def _expect_close(
     bench: Bench, ask: Ask, of: Sequence[int], found: Sequence[Any], own: Sequence[Any], whose: str
 ) -> None:
-    if whose == "generate" and bench.case.config.get("invariant"):
+    if whose == "generate" and bench.case.exact:
         expect(list(own) == list(found), f"score() gives {found} and {whose} {own}")
     if not _close(own, found):
         both = (is_as_exact_as_the_model(bench.case, ask, of, each) for each in (found, own))

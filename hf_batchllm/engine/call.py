@@ -18,7 +18,7 @@ from ..inputs.prompts import longest_uncut
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
 from ..model.image_features import ImageFeatures
-from ..model.invariance import refuse_images
+from ..model.invariance import refuse_calls_that_vary
 from ..model.model_in_use import ModelInUse
 from ..model.tensor_ranks import News
 from ..notices import Notices
@@ -38,6 +38,7 @@ from .call_outputs import CallOutputs
 from .call_report import report_of
 from .device_loop.steps_as_graphs import StepsAsGraphs
 from .expected_time import StepCosts, cost_of_head, usual_rows
+from .invariance_trial import refuse_by_trial
 from .job import Job
 from .kv_memory import KVMemory
 from .loop import Engine
@@ -130,8 +131,8 @@ class Call:
         keyed = self._adapters.keyed(job.prompts, job.places)
         self.plan = CallPlan(keyed, job.runs, job.max_new_tokens, job.widths, self._config)
         self._images = ImageFeatures.of(self._use.model, self.plan.prompts, self.plan.sharing.order.tolist())
-        if self._images is not None:
-            refuse_images(self._config)
+        images, beams = self._images is not None, self.job.widths is not None
+        refuse_calls_that_vary(self._config, self._use.device, images=images, beams=beams)
         if self._use.architecture.states:
             self.plan.ask_more_of_prefixes(price_of_states(self.plan, self._kv))
 
@@ -146,6 +147,7 @@ class Call:
         if self._images is not None and self._config.keep_prefixes and self._kv.cache is None:
             self._images.read_first()  # before the model is looked at: whether it changes decides what is kept
         self._use.fuse()
+        refuse_by_trial(self._use, self._config)
         self._memory = CallMemory(self.job, self.plan, self.outputs, self._use, self._kv, self._config, self._images)
         self._stage = Stage.MEMORY
         self.cache, self._storage = self._memory.open()

@@ -21,6 +21,7 @@ from ..patches.fusion import Fusion, triton_fused_kernels
 from . import varlen_attention
 from .attention_backend import AttentionBackend
 from .fixed_attention import FixedBackend
+from .fixed_triton_attention import FixedTritonBackend, triton_fixed_kernels
 from .kv_storage import KVStorage
 from .state_step import StateKernels, in_torch
 from .torch_attention import TorchBackend
@@ -52,7 +53,7 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
 
 
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
-    if config.invariant:
+    if config.invariant and device.type == "cpu":
         return FixedBackend(storage, device)
     if config.backend == "torch":
         return TorchBackend(storage, device)
@@ -61,6 +62,8 @@ def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, 
             return varlen_attention.VarlenBackend(storage, device, notices)
         return TorchBackend(storage, device)
     kernels = triton_kernels(interpreted=is_interpreted())
+    if config.invariant:
+        return FixedTritonBackend(triton_fixed_kernels(), kernels, storage, device, notices)
     return TritonBackend(kernels, storage, device, notices, tries_shapes=is_checked(device))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from ..config import BatchConfig
@@ -24,10 +25,14 @@ def refuse_what_varies(model: nn.Module, architecture: Architecture, config: Bat
         raise _refusal(why)
 
 
-def refuse_images(config: BatchConfig) -> None:
-    """Of a call that has some."""
-    if config.invariant:
+def refuse_calls_that_vary(config: BatchConfig, device: torch.device, *, images: bool, beams: bool) -> None:
+    """images, beams: whether the call has some."""
+    if not config.invariant:
+        return
+    if images:
         raise _refusal("the vision tower reads as many images at once as fit, and what it gives depends on that")
+    if beams and device.type != "cpu":
+        raise _refusal("beams part in the midst of a page, and the kernels read whole pages: leave `num_beams` out")
 
 
 def _refusal(why: str) -> UnsupportedModelError:

@@ -107,6 +107,10 @@ class KVStorage:
                 f"{len(self._layers):,} layers: set a smaller `kv_memory`, or free what else is on {specs[0][2]}"
             ) from error
 
+    def pairs(self) -> list[KVPair]:
+        """Of all layers that have run so far."""
+        return list(self._layers.values())
+
     def paged(self, layer: nn.Module, made_by: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
         """What ``made_by`` makes of K and V as [pages, page_size, kv_heads, dim]. Kept until their memory moves."""
         if layer not in self._paged:

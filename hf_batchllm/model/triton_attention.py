@@ -7,6 +7,7 @@ see each other both ways. A layer of a shape that the kernels cannot do runs in 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -78,6 +79,7 @@ class WorkSeen:
 
 class TritonBackend(AttentionBackend):
     short_chunk = SHORT_CHUNK
+    sums: tuple[int, ...] = ()  # the shape of what a head of a part has beside its values
 
     def __init__(
         self,
@@ -105,7 +107,10 @@ class TritonBackend(AttentionBackend):
         self._refusals: dict[tuple[Any, ...], str | None] = {}
 
     def prepare(self, batch: AttentionBatch) -> KernelAttention:
-        return KernelAttention(self.work_of(batch), self)
+        return self.over(self.work_of(batch))
+
+    def over(self, work: WorkSource) -> KernelAttention:
+        return KernelAttention(work, self)
 
     def release(self) -> None:
         self.scratch.release()
@@ -121,15 +126,15 @@ class TritonBackend(AttentionBackend):
 
     def parts(
         self, parts: int, heads: int, dim: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [parts, heads, dim], [parts, heads]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [parts, heads, dim], [parts, heads, *sums]
         """Memory for partial results until they are merged. All layers, steps and graphs use it in turn."""
         self._part_shapes.add((heads, dim, device))
-        numbers = parts * heads * (dim + 1)
+        numbers = parts * heads * (dim + math.prod(self.sums))
         if self._parts is None or len(self._parts) < numbers:
             with torch.inference_mode(False):  # later steps may run outside it
                 self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
         out = self._parts[: parts * heads * dim].view(parts, heads, dim)
-        return out, self._parts[parts * heads * dim : numbers].view(parts, heads)
+        return out, self._parts[parts * heads * dim : numbers].view(parts, heads, *self.sums)
 
     def reserve(self, parts: int) -> None:
         """Make room for so many parts of each shape that has come up."""
@@ -185,6 +190,8 @@ class WorkSource(ABC):
 class StepWork(WorkSource):
     """The work lists of one step, made when a layer with other heads, or another window, first needs them."""
 
+    short_chunk = SHORT_CHUNK
+
     def __init__(
         self,
         batch: AttentionBatch,
@@ -201,7 +208,7 @@ class StepWork(WorkSource):
         self.multiprocessors = multiprocessors
         self._unit, self._begin = batch.span_unit, batch.span_begin
         self._end, self._position = batch.span_end, batch.span_position
-        long = (self._end - self._begin > SHORT_CHUNK) | batch.has_two_way
+        long = (self._end - self._begin > self.short_chunk) | batch.has_two_way
         self._short = int(long.argmax()) if long.any() else len(long)  # spans before the first long chunk
         self.rows = int(self._end[self._short - 1]) if self._short else 0  # tokens of these spans
         self.has_chunks = self._short < len(long)
@@ -330,11 +337,7 @@ class KernelAttention:
     ) -> None:
         kernels = self.backend.kernels
         work = self.work.lists(call.window, q.shape[1], k_pages.shape[2], call.sinks is not None)
-        _, heads, dim = out.shape
-        shape = work.parts, heads, dim
-        if shape not in self._parts:
-            self._parts[shape] = self.backend.parts(work.parts, heads, dim, q.device)
-        parts = self._parts[shape]
+        parts = self._memory(work.parts, out)
         for tile in reversed(TILES):  # the long items first
             if tile in work.items:
                 kernels.attend_items(
@@ -342,6 +345,14 @@ class KernelAttention:
                 )
         if work.merges:
             kernels.merge_parts(out, *parts, work, sinks=call.sinks)
+
+    def _memory(self, parts: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For partial results of what ``out`` is to have."""
+        _, heads, dim = out.shape
+        shape = parts, heads, dim
+        if shape not in self._parts:
+            self._parts[shape] = self.backend.parts(parts, heads, dim, out.device)
+        return self._parts[shape]
 
     def _in_torch(
         self, call: AttentionCall, refusal: str, k_cache: torch.Tensor, v_cache: torch.Tensor

@@ -97,7 +97,7 @@ def line_up(
         if most is not None:
             first = int(rank[segment.prompt])
             limit = min(limit, int(most[plan.order[first : first + segment.members]].min()))
-        lineup.cached_tokens += _attach(prefix, below, limit, cache)
+        lineup.cached_tokens += _attach(prefix, below, limit, cache, plan.multiple)
         prefixes.append(prefix)
     found: list[int] = []  # of each request, the tokens that a kept prefix holds of its own
     for place, prompt in enumerate(prompts):
@@ -119,7 +119,8 @@ def line_up(
         if isinstance(request, Branch) and widths is not None:
             request.width = widths[place]
         limit = len(prompt.ids) - 1
-        found.append(_attach(request, below, limit if most is None else min(limit, int(most[place])), cache))
+        limit = limit if most is None else min(limit, int(most[place]))
+        found.append(_attach(request, below, limit, cache, plan.multiple))
         lineup.requests.append(request)
     # Retire a prefix whose only reader turned out empty because a kept prefix covers it.
     for prefix in reversed(prefixes):
@@ -137,16 +138,18 @@ def line_up(
     return lineup
 
 
-def _attach(unit: Prefix | Request, below: Prefix | None, limit: int, cache: PagedCache) -> int:
+def _attach(unit: Prefix | Request, below: Prefix | None, limit: int, cache: PagedCache, multiple: int) -> int:
     """Attach ``unit`` to the prefix below it in the plan, or to a kept prefix that holds more of its tokens.
 
-    ``limit``: the position before which tokens may come from a kept prefix. Returns how many were found there.
+    ``limit``: the position before which tokens may come from a kept prefix; a ``multiple`` of them does. Returns how
+    many were found there.
     """
     found = 0
     below_is_cached = below is None or below.start == below.end  # only then a kept prefix may hold more
     if cache.kept_prefixes and below_is_cached and limit > unit.start:
         ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_keys
         kept, agreed = cache.match(ids, limit, unit.key)
+        agreed -= agreed % multiple
         if kept is not None and agreed > unit.start:
             found = agreed - unit.start
             unit.start = unit.computed = agreed

@@ -76,6 +76,7 @@ def _plan(
     count = len(prompts)
     # by_prefix holds prompt indices in sorted order; a "place" is a position there.
     by_prefix, shared = _sorted_by_prefix(prompts) if share else (np.arange(count), [0] * count)
+    longest = max(shared)
     shared = [length - length % multiple for length in shared]
     tree = build_tree(shared)
     nearest = np.asarray([*nearest_kept(tree, lengths[by_prefix], fee), -1], np.int64)
@@ -112,11 +113,12 @@ def _plan(
     segments = tuple(map(Segment, range(len(kept)), *(column[listed].tolist() for column in columns)))
     for result in (parents, order, lengths):
         result.flags.writeable = False
-    longest = 0 if segments else max(shared)
+    longest = 0 if segments else longest
     total, computed = int(lengths.sum()), int(cost.sum())
     return SharingPlan(
-        segments, parents, order, total, computed, lengths, longest_unshared=longest, min_shared_tokens=fee
-    )
+        segments, parents, order, total, computed, lengths, longest_unshared=longest, min_shared_tokens=fee,
+        multiple=multiple,
+    )  # fmt: skip
 
 
 def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]:

@@ -73,6 +73,7 @@ class SharingPlan:
     longest_unshared: int = 0  # where nothing is computed once: tokens of the longest beginning that prompts share
     min_shared_tokens: int = 0  # the setting that the plan was made with
     state_price: int = 0  # tokens that a prefix must save besides: see docs/hybrids.md
+    multiple: int = 1  # of which the end of each segment is one: pages, with ``invariant=True``
 
     @property
     def prompt_tokens(self) -> int:
@@ -93,10 +94,11 @@ class SharingPlan:
         """A sentence, where prompts begin alike and yet nothing is saved; else empty."""
         if self.segments or self.longest_unshared < 2:  # a BOS token is no beginning to speak of
             return ""
+        whole = f", and prefixes end at multiples of {self.multiple}" if self.multiple > 1 else ""
         price = f", and the memory of a prefix's state is worth {self.state_price:,} more" if self.state_price else ""
         return (
             f"Prompts begin alike for up to {self.longest_unshared:,} tokens: too few to share "
-            f"(`min_shared_tokens` is {self.min_shared_tokens:,}{price})."
+            f"(`min_shared_tokens` is {self.min_shared_tokens:,}{price}{whole})."
         )
 
     @cached_property

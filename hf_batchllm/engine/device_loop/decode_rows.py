@@ -19,7 +19,7 @@ from ...kernels.spans import Spans
 from ...kernels.work_lists import NoRoom, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
-from ...model.triton_attention import KernelAttention, StepWork, TritonBackend, WorkSeen, WorkSource
+from ...model.triton_attention import StepWork, TritonBackend, WorkSeen, WorkSource
 from ...patches.autocast_around import autocasts_within
 from ...planning.requests_and_prefixes import NO_SLOT
 from ...sampling.device_logprobs import DeviceLogProbs, NotedRows
@@ -176,7 +176,7 @@ class DecodeRows:
         self._noted = None if noting is None else noting.room(rows, most_times)
         entries = backend.storage.num_pages + 8 * rows + 64
         self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met, pick is None)
-        self._context = KernelAttention(self.work, backend)
+        self._context = backend.over(self.work)
         self._states = runner.over_states(self._idle_spans()) if runner.architecture.states else None
 
     @property

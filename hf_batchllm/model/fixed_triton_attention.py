@@ -1,0 +1,111 @@
+"""The backend for ``invariant=True`` over kernels: decode rows and prompts alike attend in parts that end at fixed
+positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModelError
+from ..kernels.fixed_lists import build_fixed
+from ..kernels.work_lists import TILES, WorkLists
+from ..notices import Notices
+from ..patches.attention_interface import AttentionCall
+from .batch import AttentionBatch
+from .kv_storage import KVStorage
+from .triton_attention import AttentionKernels, KernelAttention, StepWork, TritonBackend, WorkSource
+
+_ANY_LENGTH = 1 << 40
+
+
+@dataclass(frozen=True)
+class FixedKernels:
+    """In Triton, or as twins in PyTorch."""
+
+    attend: Callable[..., None]
+    merge: Callable[..., None]
+    boxes: Callable[[torch.Tensor], Any]  # gives K or V in the form in which boxes are read
+
+
+def triton_fixed_kernels() -> FixedKernels:
+    from ..kernels import fixed_attention_triton, pages_triton
+
+    return FixedKernels(fixed_attention_triton.attend_fixed, fixed_attention_triton.merge_fixed, pages_triton.by_page)
+
+
+class FixedTritonBackend(TritonBackend):
+    short_chunk = _ANY_LENGTH
+    sums = (2,)
+
+    def __init__(
+        self,
+        fixed: FixedKernels,
+        kernels: AttentionKernels,
+        storage: KVStorage,
+        device: torch.device,
+        notices: Notices,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(kernels, storage, device, notices, *others, **named)
+        self.fixed = fixed
+
+    def work_of(self, batch: AttentionBatch) -> FixedStepWork:
+        return FixedStepWork(batch, self.device, self.multiprocessors, self.gates, self.work_seen)
+
+    def over(self, work: WorkSource) -> FixedKernelAttention:
+        return FixedKernelAttention(work, self)
+
+
+class FixedStepWork(StepWork):
+    short_chunk = _ANY_LENGTH  # chunks of prompts are rows like others
+
+    def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
+        key = window, heads, kv_heads, sinks
+        if key not in self._on_host:
+            self._on_host[key] = build_fixed(
+                self._units,
+                self._readers(slice(self._short)),
+                self._lengths,
+                kv_heads=kv_heads,
+                group=heads // kv_heads,
+                page_size=self.batch.page_size,
+                multiprocessors=self.multiprocessors,
+                window=window,
+                gates=self.gates,
+                direct=not sinks,
+            )
+        return self._on_host[key]
+
+
+class FixedKernelAttention(KernelAttention):
+    backend: FixedTritonBackend
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls += 1
+        backend, storage = self.backend, self.backend.storage
+        k_cache, v_cache = storage.read_by(call)
+        refusal = backend.refusal(call)
+        if refusal is not None:
+            raise UnsupportedModelError(
+                f"`invariant=True` needs kernels, and those cannot run {type(call.layer).__name__}: {refusal}"
+            )
+        q = self._written(call, k_cache, v_cache) if call.source is None else call.q.contiguous()
+        boxes = storage.paged(call.source or call.layer, backend.fixed.boxes)
+        shape = storage.num_pages, storage.page_size
+        k, v = (pages.view(*shape, *pages.shape[1:]) for pages in (k_cache, v_cache))
+        out = q.new_empty(*q.shape[:2], v_cache.shape[2])
+        work = self.work.lists(call.window, q.shape[1], k.shape[2], call.sinks is not None)
+        parts = self._memory(work.parts, out)
+        for tile in reversed(TILES):  # the long items first
+            if tile in work.items:
+                backend.fixed.attend(
+                    tile, q, k, v, boxes, out, *parts, work, self.work.lengths, call.scale,
+                    window=call.window, softcap=call.softcap,
+                )  # fmt: skip
+        if work.merges:
+            backend.fixed.merge(out, *parts, work, sinks=call.sinks)
+        return out

@@ -1,0 +1,284 @@
+"""Attention in parts that end at fixed positions, in Triton: decode rows and prompts by the same kernel.
+
+A block has some lines (query rows x the heads that share a KV head) and some of their parts, from fixed_lists.py. Each
+part is computed from nothing, box by box, and folded into what comes before it. Boxes lie at multiples of their size in
+the sequence, and a line hides what it does not see. A box that no line sees, or a part, changes nothing: not a bit. So
+which rows stand beside a row, and which blocks compute its parts, make no difference to it, to the last bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .cards import card_on
+from .fixed_lists import PART
+from .pages_triton import LOG2E, block_of, boxes_of, in_log2, load_query, read_entry, store_lines
+from .work_lists import ITEM_FIELDS, WorkLists
+
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_MERGED_HEADS = 4  # for each block of the merge
+
+
+@triton.jit
+def _fold(out, peak, total, acc, part_peak, part_total):
+    """What a line has so far [M, V], [M], [M], and the next part of its keys."""
+    largest = tl.maximum(peak, part_peak)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)  # before a line has seen a key any finite number will do
+    kept = tl.exp2(peak - safe)
+    added = tl.exp2(part_peak - safe)
+    out = out * kept[:, None] + acc * added[:, None]
+    total = total * kept + part_total * added
+    return out, largest, total
+
+
+@triton.jit
+def _load_seen(
+    pages,  # [pages, PAGE, KV_HEADS, DIM]
+    page,
+    offset,
+    kv_head,
+    seen,  # tokens of the box that are read
+    BOX: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+):
+    """A box of which the rest may hold a stale NaN: that is 0."""
+    token = tl.arange(0, BOX)[:, None]
+    at = tl.arange(0, block_of(DIM))[None, :]
+    place = pages + ((page.to(tl.int64) * PAGE + offset + token) * KV_HEADS + kv_head) * DIM + at
+    return tl.load(place, mask=(token < seen) & (at < DIM), other=0.0)
+
+
+@triton.jit
+def _load_whole(
+    pages, boxes, page, offset, kv_head,
+    BOX: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    if DESCRIPTORS:
+        box = boxes.load([page, offset, kv_head, 0]).reshape(BOX, block_of(DIM))
+    else:
+        box = _load_seen(pages, page, offset, kv_head, BOX, BOX, DIM, PAGE, KV_HEADS)
+    return box
+
+
+@triton.jit
+def _add_box(
+    acc, peak, total, query, k_box, v_box, position, line_length, scale, softcap,
+    BOX: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax, over the keys from ``position`` on."""
+    scores = tl.dot(query, tl.trans(k_box), input_precision="ieee")
+    factor = scale
+    if SOFTCAP:  # ``in_log2`` made scale for the tanh, and softcap in units of log2; tanh(x) = 2 sigmoid(2x) - 1
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)
+        factor = 1.0
+    key = position + tl.arange(0, BOX)
+    visible = key[None, :] < line_length[:, None]
+    if WINDOW > 0:
+        visible = visible & (key[None, :] >= line_length[:, None] - WINDOW)
+    scores = tl.where(visible, scores, float("-inf"))
+    largest = tl.maximum(peak, tl.max(scores, 1) * factor)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(scores * factor - safe[:, None])
+    shrink = tl.exp2(peak - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v_box.dtype), v_box, acc * shrink[:, None], input_precision="ieee")
+    return acc, largest, total
+
+
+@triton.jit
+def _attend_fixed(
+    q,  # [rows, heads, QK_DIM]
+    k_pages,  # [pages, PAGE, KV_HEADS, QK_DIM]
+    v_pages,  # [pages, PAGE, KV_HEADS, V_DIM]
+    k_boxes,  # the same by ``by_page``
+    v_boxes,
+    out,  # [rows, heads, V_DIM]
+    part_out,  # [parts, heads, V_DIM] float32; not divided
+    part_sums,  # [parts, heads, 2] float32: the sum of weights, and the largest score in log2
+    items,
+    n_items,
+    entries,
+    row_parts,
+    lengths,  # [rows]
+    scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    SLICES: tl.constexpr,  # blocks for an item's lines
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    LONGEST_BOX: tl.constexpr,  # tokens of a box
+    DESCRIPTORS: tl.constexpr,  # whether K and V are descriptors
+):
+    BOXES: tl.constexpr = boxes_of(PAGE, LONGEST_BOX)
+    BOX: tl.constexpr = PAGE // BOXES
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = tl.program_id(0) // KV_HEADS // SLICES
+    first_line = tl.program_id(0) // KV_HEADS % SLICES * BLOCK_M
+    record = items + item * _ITEM_FIELDS
+    row = tl.load(record)
+    rows = tl.load(record + 1)
+    begin = tl.load(record + 2)
+    end = tl.load(record + 4)
+    part = tl.load(record + 5)
+    is_own = tl.load(record + 6) == 1
+    if (item >= tl.load(n_items)) | (first_line >= rows * GROUP):
+        return
+    page, _, first = read_entry(entries, begin)
+    # The last row sees furthest. What is shared has been written, and a row that has ended changes nothing for others.
+    reach = tl.where(is_own, tl.load(lengths + row + rows - 1), 1 << 30)
+    tokens = tl.maximum(tl.minimum((end - begin) * PAGE, reach - first), 0)
+
+    query, line_row, head, place, valid = load_query(
+        q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
+    )
+    line_row += row
+    part_row = tl.load(row_parts + line_row, mask=valid & (part >= 0), other=0) + part
+    line_length = tl.load(lengths + line_row, mask=valid, other=0)  # [M]
+    total_out = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
+    total_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    whole = tokens // BOX
+    for i in tl.range(0, whole):
+        next_page, _, _ = read_entry(entries, begin + tl.minimum((i + 1) // BOXES, end - begin - 1))
+        position = first + i * BOX
+        k_box = _load_whole(k_pages, k_boxes, page, i % BOXES * BOX, kv_head, BOX, QK_DIM, PAGE, KV_HEADS, DESCRIPTORS)
+        v_box = _load_whole(v_pages, v_boxes, page, i % BOXES * BOX, kv_head, BOX, V_DIM, PAGE, KV_HEADS, DESCRIPTORS)
+        if (position % PART == 0) & (i > 0):
+            total_out, total_peak, total_sum = _fold(total_out, total_peak, total_sum, acc, peak, total)
+            acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+        acc, peak, total = _add_box(
+            acc, peak, total, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
+        )
+        page = next_page
+    for i in tl.range(whole, tl.cdiv(tokens, BOX)):  # once, or not at all
+        position = first + i * BOX
+        seen = tokens - i * BOX
+        k_box = _load_seen(k_pages, page, i % BOXES * BOX, kv_head, seen, BOX, QK_DIM, PAGE, KV_HEADS)
+        v_box = _load_seen(v_pages, page, i % BOXES * BOX, kv_head, seen, BOX, V_DIM, PAGE, KV_HEADS)
+        if (position % PART == 0) & (i > 0):
+            total_out, total_peak, total_sum = _fold(total_out, total_peak, total_sum, acc, peak, total)
+            acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+        acc, peak, total = _add_box(
+            acc, peak, total, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
+        )
+    total_out, total_peak, total_sum = _fold(total_out, total_peak, total_sum, acc, peak, total)
+
+    if part < 0:
+        divided = total_out / tl.where(total_sum > 0, total_sum, 1.0)[:, None]  # 0 for a line that saw no token
+        store_lines(out, place, valid, divided, V_DIM)
+    else:
+        place = part_row.to(tl.int64) * (KV_HEADS * GROUP) + head
+        store_lines(part_out, place, valid, total_out, V_DIM)
+        tl.store(part_sums + 2 * place, total_sum, mask=valid)
+        tl.store(part_sums + 2 * place + 1, total_peak, mask=valid)
+
+
+@triton.jit
+def _merge_fixed(
+    out,  # [rows, heads, V_DIM]
+    part_out,  # [parts, heads, V_DIM] float32
+    part_sums,  # [parts, heads, 2] float32
+    row_parts,  # [rows + 1]
+    sinks,  # [heads]
+    SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0)
+    begin = tl.load(row_parts + row)
+    end = tl.load(row_parts + row + 1)
+    if not SINKS and end - begin == 1:
+        return  # its only item has written the output
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, block_of(V_DIM))
+    at = head[:, None] * V_DIM + dim[None, :]  # [H, D]
+    there = head < HEADS
+    inside = there[:, None] & (dim < V_DIM)[None, :]
+    acc = tl.zeros([BLOCK_H, block_of(V_DIM)], tl.float32)
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    sums = part_sums + begin.to(tl.int64) * (2 * HEADS) + 2 * head
+    values = part_out + begin.to(tl.int64) * (HEADS * V_DIM) + at
+    for _ in tl.range(begin, end):
+        part_total = tl.load(sums, mask=there, other=0.0)
+        part_peak = tl.load(sums + 1, mask=there, other=float("-inf"))
+        value = tl.load(values, mask=inside, other=0.0)
+        acc, peak, total = _fold(acc, peak, total, value, part_peak, part_total)
+        sums += 2 * HEADS
+        values += HEADS * V_DIM
+    if SINKS:  # logits without a value
+        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        total += tl.exp2(sink - tl.where(peak == float("-inf"), 0.0, peak))
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + row.to(tl.int64) * (HEADS * V_DIM) + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def attend_fixed(
+    tile: int,
+    q: torch.Tensor,  # [rows, heads, qk_dim]
+    k_pages: torch.Tensor,  # [pages, page_size, kv_heads, qk_dim]
+    v_pages: torch.Tensor,  # [pages, page_size, kv_heads, v_dim]
+    boxes: tuple[torch.Tensor | TensorDescriptor, torch.Tensor | TensorDescriptor],  # both by ``by_page``
+    out: torch.Tensor,  # [rows, heads, v_dim]
+    part_out: torch.Tensor,  # [parts, heads, v_dim] float32
+    part_sums: torch.Tensor,  # [parts, heads, 2] float32
+    work: WorkLists,
+    lengths: torch.Tensor,  # [rows] int32  how many positions a row sees
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Run all items of one tile size."""
+    items = work.items[tile]
+    _, page_size, kv_heads, qk_dim = k_pages.shape
+    v_dim = v_pages.shape[3]
+    card = card_on(q.device)
+    launch = card.decode(tile, max(qk_dim, v_dim), q.element_size())
+    slices = triton.cdiv(tile, launch.lines)
+    assert scale > 0, "the largest score is found before it is scaled"
+    assert k_pages.is_contiguous() and v_pages.is_contiguous()
+    scale, cap = in_log2(scale, softcap)
+    _attend_fixed[(len(items) * slices * kv_heads,)](
+        q, k_pages, v_pages, *boxes, out, part_out, part_sums,
+        items, work.counts[tile], work.entries, work.row_parts, lengths, scale, cap,
+        BLOCK_M=launch.lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None,
+        GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim, PART=PART,
+        LONGEST_BOX=launch.box, DESCRIPTORS=card.descriptors, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+
+
+def merge_fixed(
+    out: torch.Tensor,  # [rows, heads, v_dim]
+    part_out: torch.Tensor,  # [parts, heads, v_dim] float32
+    part_sums: torch.Tensor,  # [parts, heads, 2] float32
+    work: WorkLists,
+    *,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> None:
+    """Fold each row's parts. With sinks the lists must have been built with ``direct=False``."""
+    rows, heads, v_dim = out.shape
+    _merge_fixed[(rows, triton.cdiv(heads, _MERGED_HEADS))](
+        out, part_out, part_sums, work.row_parts, out if sinks is None else sinks,
+        SINKS=sinks is not None, HEADS=heads, V_DIM=v_dim, BLOCK_H=_MERGED_HEADS, num_warps=1,
+    )  # fmt: skip

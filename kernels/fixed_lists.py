@@ -1,0 +1,226 @@
+"""Work lists for attention in parts that end at fixed positions: a row's result depends on no other row.
+
+Keys are cut into parts at multiples of PART positions. A row's parts are folded into its result in the order of their
+positions, each computed as if there were no other. So a block may compute one part, or a row's first few and fold them;
+what is shared by several rows, how work is divided among blocks, and how many rows there are change no bit. For that,
+units begin with a page at a multiple of the page size, and a shared prefix is read together up to its last whole part:
+what is left of it is read by its readers, each with its own pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .ranges import GATE, GATE_MERGED, Nodes, Readers, Units, nodes_of
+from .work_lists import BLOCKS, ITEM_FIELDS, MIN_PAGES, TILES, WorkLists
+
+PART = 256  # positions; a multiple of all page sizes
+
+
+def build_fixed(
+    units: Units,
+    readers: Readers,
+    lengths: np.ndarray,  # [rows]  positions that each row sees when the lists are made
+    *,
+    kv_heads: int,
+    group: int,  # query heads for each KV head
+    page_size: int,
+    multiprocessors: int,  # of the device
+    window: int | None = None,
+    gates: tuple[float, float] = (GATE, GATE_MERGED),
+    direct: bool = True,  # False: rows with one part go through the merge, too (it applies sinks)
+    share: float | None = None,  # pages for one block; by default a fair share of the blocks that run at once
+) -> WorkLists:
+    """Lists for ``attend_fixed`` and ``merge_fixed``, in the form of other lists.
+
+    An item's record has its rows, its entries, its place among its rows' parts, and whether lengths bound its reading.
+    """
+    assert group <= TILES[-1], "the heads that share a KV head must fit a tile"
+    assert (units.start % page_size == 0).all(), "a unit does not begin with a page of the sequence"
+    rows = len(lengths)
+    row_begin, row_end, level, low, high, unit = _ranges(units, readers, lengths, group, page_size, window, gates)
+    low_page, high_page = low // page_size, -(-high // page_size)
+    pages = np.maximum(high_page - low_page, 0)  # [ranges]
+    entries = _entries(units, unit, low_page, high_page, page_size)
+
+    in_range = row_end - row_begin
+    small = in_range * group <= TILES[0]
+    tile_rows = np.where(small, TILES[0] // group, TILES[1] // group)
+    blocks = -(-in_range // np.maximum(tile_rows, 1))
+    of_part = PART // page_size  # pages
+    first_part = low_page // of_part
+    parts = np.where(pages > 0, (high_page - 1) // of_part - first_part + 1, 0)  # [ranges]
+    if share is None:
+        fair = (pages * blocks).sum() * kv_heads / multiprocessors
+        most = np.where(small, *(max(MIN_PAGES, fair / at_once) for at_once in BLOCKS.values()))
+    else:
+        most = np.full(len(pages), share)
+    folded = np.clip(np.rint(most / of_part).astype(np.int64), 1, np.maximum(parts, 1))  # parts that one block may fold
+    folded = np.where(_begins(row_begin, row_end, level, pages, rows), folded, 1)
+    splits = np.where(parts > 0, parts - folded + 1, 0)  # the first of them has ``folded`` parts, the others one each
+    part, in_row = _ordinals(row_begin, row_end, level, splits, rows)
+    row_parts = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(in_row, out=row_parts[1:])
+
+    begin = np.cumsum(pages) - pages
+    is_own = np.arange(len(pages)) >= len(pages) - len(readers.unit)
+    of_tile = {}
+    for size, mine in zip(TILES, (small, ~small), strict=True):
+        which = np.flatnonzero(mine & (splits > 0))
+        if len(which):
+            made = (splits * blocks)[which]
+            source = np.repeat(which, made)  # [items]
+            nth_split, nth_block = np.divmod(
+                np.arange(len(source)) - np.repeat(np.cumsum(made) - made, made), blocks[source]
+            )
+            row = row_begin[source] + nth_block * tile_rows[source]
+            part_from = first_part[source] + np.where(nth_split > 0, folded[source] - 1 + nth_split, 0)
+            part_to = first_part[source] + folded[source] + nth_split
+            records = np.zeros((len(source), ITEM_FIELDS), dtype=np.int32)
+            records[:, 0] = row
+            records[:, 1] = np.minimum(tile_rows[source], row_end[source] - row)
+            offset = begin[source] - low_page[source]
+            records[:, 2] = records[:, 3] = offset + np.maximum(part_from * of_part, low_page[source])
+            records[:, 4] = offset + np.minimum(part_to * of_part, high_page[source])
+            records[:, 5] = np.where(direct & (in_row[row] == 1), -1, part[source] + nth_split)
+            records[:, 6] = is_own[source]
+            of_tile[size] = records[np.argsort(records[:, 2] - records[:, 4], kind="stable")]  # longest first
+
+    work = WorkLists.room(
+        rows=rows,
+        items={size: len(records) for size, records in of_tile.items()},
+        entries=max(1, len(entries)),
+        parts=int(row_parts[-1]),
+        device="cpu",
+        direct=direct,
+    )
+    work.merges = not direct or bool((in_row != 1).any())
+    for size, records in of_tile.items():
+        work.items[size].numpy()[: len(records)] = records
+        work.counts[size].fill_(len(records))
+    work.row_parts.numpy()[:] = row_parts
+    work.entries.numpy()[: len(entries), :3] = entries
+    return work
+
+
+def _ranges(
+    units: Units,
+    readers: Readers,
+    lengths: np.ndarray,
+    group: int,
+    page_size: int,
+    window: int | None,
+    gates: tuple[float, float],
+) -> tuple[np.ndarray, ...]:
+    """Nodes that pay, then all readers: rows [begin, end), level, positions [low, high), innermost unit."""
+    nodes = nodes_of(units, readers)
+    end_of_rows = readers.row + readers.rows
+    sees_from = np.zeros(len(readers.unit), dtype=np.int64)  # [readers]  the first row, as the lists are made
+    if window is not None:
+        sees_from = np.maximum(lengths[readers.row] - window, 0)
+    sees_from -= sees_from % page_size
+    whole = nodes.upto - nodes.upto % PART  # [nodes]  the part that is read together
+    mine, read, low = _kept(nodes, whole, sees_from, _saved(nodes, readers, max(1, TILES[-1] // group)), gates)
+    of_reader = np.append(read, 0)[nodes.of_reader]  # -1, for none, finds the 0
+    return (
+        np.concatenate([readers.row[nodes.first[mine]], readers.row]),
+        np.concatenate([end_of_rows[nodes.end[mine] - 1], end_of_rows]),
+        np.concatenate([nodes.level[mine], np.full(len(readers.unit), nodes.levels, dtype=np.int64)]),
+        np.concatenate([low[mine], np.maximum(of_reader, sees_from)]),
+        np.concatenate([whole[mine], readers.end]),
+        np.concatenate([nodes.unit[mine], readers.unit]),
+    )
+
+
+def _saved(nodes: Nodes, readers: Readers, rows_of_a_tile: int) -> np.ndarray:  # [nodes]
+    """Of what the blocks of a node's readers read of it, the share that they do not read if they do so together."""
+    blocks = np.append(0, np.cumsum(-(-readers.rows // rows_of_a_tile)))
+    rows = np.append(0, np.cumsum(readers.rows))
+    together = -(-(rows[nodes.end] - rows[nodes.first]) // rows_of_a_tile)
+    saved: np.ndarray = 1 - together / np.maximum(blocks[nodes.end] - blocks[nodes.first], 1)
+    return saved
+
+
+def _kept(
+    nodes: Nodes, whole: np.ndarray, sees_from: np.ndarray, saved: np.ndarray, gates: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The nodes that become ranges; up to where each node, or one around it, is read by a range [nodes]; and from where
+    a node's range reads [nodes]."""
+    seen = np.zeros(len(nodes), dtype=np.int64)
+    if len(nodes):
+        bounds = np.stack([nodes.first, nodes.end], axis=1).ravel()
+        seen = np.minimum.reduceat(np.append(sees_from, 0), bounds)[::2]
+    read, low = np.zeros(len(nodes), dtype=np.int64), np.zeros(len(nodes), dtype=np.int64)
+    kept, merged = np.zeros(len(nodes), dtype=bool), np.zeros(len(nodes), dtype=bool)
+    for level in range(nodes.levels):
+        mine = np.flatnonzero(nodes.level == level)
+        above = nodes.parent[mine] if level else np.full(len(mine), -1)
+        there = above >= 0
+        before = np.where(there, read[above], 0)
+        merged[mine] = there & merged[above]
+        low[mine] = np.maximum(before, seen[mine])
+        gate = np.where(merged[mine], gates[1], gates[0])
+        size = whole[mine] - low[mine]
+        kept[mine] = (size > 0) & (size * saved[mine] >= gate)
+        merged[mine] |= kept[mine]
+        read[mine] = np.where(kept[mine], whole[mine], before)
+    return np.flatnonzero(kept), read, low
+
+
+def _entries(
+    units: Units,
+    unit: np.ndarray,  # [ranges]  the innermost
+    low_page: np.ndarray,  # [ranges]  counted from the sequence's first
+    high_page: np.ndarray,
+    page_size: int,
+) -> np.ndarray:  # [entries, 3]  page, tokens, position of the first
+    """The pages of each range, in order of position."""
+    pages = np.maximum(high_page - low_page, 0)
+    begin = np.cumsum(pages) - pages
+    made = np.empty((int(pages.sum()), 3), dtype=np.int64)
+    nth = np.arange(len(made)) - np.repeat(begin, pages)
+    made[:, 1] = page_size
+    made[:, 2] = (nth + np.repeat(low_page, pages)) * page_size
+    which, unit, stop = np.flatnonzero(pages > 0), unit[pages > 0], high_page[pages > 0]
+    while len(which):
+        start = np.minimum(units.start[unit] // page_size, stop)
+        first = np.maximum(start, low_page[which])
+        count = np.maximum(stop - first, 0)
+        at = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        place = np.repeat(begin[which] + first - low_page[which], count) + at
+        of_unit = np.repeat(units.page_begin[unit] + first - units.start[unit] // page_size, count) + at
+        assert (of_unit < np.repeat(units.page_begin[unit + 1], count)).all(), "a unit lacks pages"
+        made[place, 0] = units.page[of_unit]
+        more = start > low_page[which]
+        which, stop, unit = which[more], start[more], units.base[unit[more]]
+    return made
+
+
+def _begins(
+    row_begin: np.ndarray, row_end: np.ndarray, level: np.ndarray, pages: np.ndarray, rows: int
+) -> np.ndarray:  # [ranges] bool
+    """Which ranges have the first part of all of their rows: only those are folded from nothing."""
+    first = np.full(rows, np.iinfo(np.int64).max)
+    for at in range(int(level.max(initial=-1)), -1, -1):
+        mine = np.flatnonzero((level == at) & (pages > 0))
+        inside = np.zeros(rows + 1, dtype=np.int64)
+        inside[row_begin[mine]] += 1
+        np.add.at(inside, row_end[mine], -1)
+        first[np.cumsum(inside)[:rows] > 0] = at
+    return np.asarray(first[row_begin] == level) if rows else np.zeros(len(level), dtype=bool)
+
+
+def _ordinals(
+    row_begin: np.ndarray, row_end: np.ndarray, level: np.ndarray, splits: np.ndarray, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The place of each range's first part among its rows' parts [ranges]; the number of parts of each row [rows]."""
+    part = np.zeros(len(splits), dtype=np.int64)
+    in_row = np.zeros(rows, dtype=np.int64)
+    for at in range(int(level.max(initial=-1)) + 1):
+        mine = np.flatnonzero(level == at)
+        part[mine] = in_row[row_begin[mine]]
+        steps = np.zeros(rows + 1, dtype=np.int64)  # ranges of one level share no row
+        steps[row_begin[mine]] += splits[mine]
+        np.add.at(steps, row_end[mine], -splits[mine])
+        in_row += np.cumsum(steps)[:rows]
+    return part, in_row

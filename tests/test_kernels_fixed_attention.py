@@ -1,0 +1,79 @@
+"""Attention in parts that end at fixed positions: right, and for each row the same bits in any surroundings."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support_attention_cases import Variant, assert_near
+from support_fixed_cases import GROW, FixedCase, attended, fixed_case, row_by_row, some_of
+from support_kernels import DEVICE, kernel, plain
+
+from hf_batchllm.kernels import fixed_attention_torch, fixed_attention_triton
+from hf_batchllm.kernels.fixed_lists import PART
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+SMALL = Variant(4, 2, 16, 16, 16, F32)
+
+
+def check(kernels: ModuleType, case: FixedCase, device: str) -> None:
+    tensors = case.tensors(device)
+    base = attended(kernels, case, tensors)
+    assert_near(base, case.reference(tensors.to(F64)), case.variant.dtype, "beside the reference")
+    grown = attended(kernels, case, tensors, grown=GROW)
+    assert_near(grown, case.reference(tensors.to(F64), GROW), case.variant.dtype, "after it has grown")
+    assert torch.equal(attended(kernels, case, tensors, grown=GROW, after=0), base), "before it has grown"
+    dice = random.Random(case.seed)
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("without sharing", {"shared": False}),
+        ("no prefix pays", {"gates": (1e18, 1e18)}),
+        ("one block for each part", {"share": 1}),
+        ("one block for all parts", {"share": 10**6}),
+        ("on a large card", {"multiprocessors": 1000}),
+    ]
+    for what, options in ways:
+        assert torch.equal(attended(kernels, case, tensors, **options), base), what
+    assert torch.equal(attended(kernels, case, tensors, grown=GROW, shared=False, share=1), grown)
+    order = list(range(len(case.runs)))
+    dice.shuffle(order)
+    shuffled, moved, at = some_of(case, tensors, order)
+    assert torch.equal(attended(kernels, shuffled, moved), base[at]), "in another order"
+    for each in dice.sample(order, min(3, len(order))):
+        alone, moved, at = some_of(case, tensors, [each])
+        assert torch.equal(attended(kernels, alone, moved), base[at]), "a run alone"
+        assert torch.equal(attended(kernels, row_by_row(alone, moved), moved), base[at]), "row by row"
+
+
+PLAIN = [
+    Variant(4, 2, 16, 16, 16, F64), Variant(6, 2, 24, 8, 16, F32, window=20), Variant(3, 3, 8, 8, 16, F32, softcap=2.0),
+    Variant(16, 1, 16, 16, 16, F32, window=300, softcap=3.0), Variant(14, 2, 8, 8, 64, BF16, window=7),
+    Variant(8, 1, 16, 16, 32, F32, sinks=True), Variant(10, 2, 8, 16, 16, F32, window=50, sinks=True),
+]  # fmt: skip
+
+
+@pytest.mark.some_cases
+@plain
+@pytest.mark.parametrize("seed", range(28))
+def test_twins(seed: int) -> None:
+    check(fixed_attention_torch, fixed_case(seed, PLAIN[seed % len(PLAIN)], runs=8, most=400), "cpu")
+
+
+@pytest.mark.some_cases
+@kernel
+@pytest.mark.parametrize(
+    "variant",
+    [SMALL, replace(SMALL, window=300), replace(SMALL, dtype=F16, softcap=1.5, window=20), replace(SMALL, sinks=True)],
+    ids=str,
+)
+def test_kernels(variant: Variant) -> None:
+    check(fixed_attention_triton, fixed_case(5, variant, runs=4, most=2 * PART, chunks=8), DEVICE)
+
+
+@kernel
+def test_shapes() -> None:
+    for variant in (Variant(7, 1, 16, 16, 16, F32), Variant(6, 2, 24, 16, 32, F32), Variant(3, 1, 16, 40, 64, F32)):
+        check(fixed_attention_triton, fixed_case(2, variant, runs=3, most=PART, chunks=5), DEVICE)
