@@ -73,6 +73,21 @@ def test_kernels(variant: Variant) -> None:
     check(fixed_attention_triton, fixed_case(5, variant, runs=4, most=2 * PART, chunks=8), DEVICE)
 
 
+NATIVE = [
+    Variant(32, 8, 128, 128), Variant(16, 8, 128, 128, dtype=F16), Variant(4, 1, 256, 256, window=512),
+    Variant(64, 8, 64, 64, window=128, sinks=True), Variant(8, 4, 256, 256, softcap=50.0), Variant(14, 2, 64, 64),
+    Variant(16, 2, 96, 96, 16), Variant(8, 8, 64, 64, dtype=F32), Variant(16, 1, 192, 128, 32),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", NATIVE, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_on_a_gpu(seed: int, variant: Variant) -> None:
+    case = fixed_case(seed, variant, runs=[6, 40][seed % 2], most=[300, 1500][seed // 2], chunks=[20, 200][seed % 2])
+    check(fixed_attention_triton, case, DEVICE)
+
+
 @kernel
 def test_shapes() -> None:
     for variant in (Variant(7, 1, 16, 16, 16, F32), Variant(6, 2, 24, 16, 32, F32), Variant(3, 1, 16, 40, 64, F32)):
