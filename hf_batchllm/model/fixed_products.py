@@ -1,6 +1,6 @@
 """Products on a GPU whose rows have the same bits, however many there are: cuBLASLt without room to split a sum.
 
-By default cuBLAS cuts the sums of a product with few rows into parts (split-K) and adds the parts up, for which it needs
+By default cuBLAS cuts the sums of a product with few rows into parts (split-K) and adds the parts up. That takes
 memory. Without that memory each number is added up in one way. How much there is, is read once in a process, by the
 first product: where one has run before, a trial tells (engine/invariance_trial.py).
 """
