@@ -33,11 +33,11 @@ from .attention_backend import AttentionBackend
 from .batch import ModelBatch
 from .fixed_attention import ROWS, FixedBackend
 from .fixed_passes import in_fixed_passes
-from .fixed_products import fixed_products
 from .fixed_triton_attention import FixedTritonBackend
 from .image_features import ImageFeatures
 from .kept_autocast import KeptAutocast
 from .state_step import StateKernels, StateStep
+from .unsplit_products import unsplit_products
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -79,7 +79,7 @@ class ModelRunner:
     def surroundings(self) -> Iterator[None]:
         """Where steps run and tokens are picked: the model's device, and autocast as the call found it."""
         fixed = self.architecture.device.type == "cuda" and isinstance(self.backend, FixedTritonBackend)
-        products = fixed_products() if fixed else nullcontext()
+        products = unsplit_products() if fixed else nullcontext()
         with current_device(self.architecture.device), self._autocast.applied(), products:
             yield
 

@@ -17,7 +17,7 @@ _NO_ROOM = {"CUBLASLT_WORKSPACE_SIZE": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"} 
 
 
 @contextmanager
-def fixed_products() -> Iterator[None]:
+def unsplit_products() -> Iterator[None]:
     """While the block runs, products are such, and graphs that are captured keep them."""
     matmul = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
