@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..kernels.experts_torch import gated, sum_of_shares
+from .fixed_products import FixedThreads
 from .fusable_experts import Experts, mixtures
 from .fused_experts import tensors_of
 
@@ -25,8 +26,8 @@ def why_not_fixed(model: nn.Module) -> str | None:
 class FixedExperts:
     """``restore`` may be called again and again: an interrupt may come in the midst of it."""
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
-        self._forwards = [(each.module, _forward(each, rows)) for each in mixtures(model)]
+    def __init__(self, model: nn.Module, rows: int, threads: FixedThreads) -> None:
+        self._forwards = [(each.module, _forward(each, rows, threads)) for each in mixtures(model)]
         self._before: list[tuple[nn.Module, Forward | None]] = []
 
     @contextmanager
@@ -49,7 +50,7 @@ class FixedExperts:
             self._before.pop()
 
 
-def _forward(found: Experts, rows: int) -> Forward:
+def _forward(found: Experts, rows: int, threads: FixedThreads) -> Forward:
     experts = found.module
 
     def forward(states: torch.Tensor, indices: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -63,11 +64,11 @@ def _forward(found: Experts, rows: int) -> Forward:
             for pairs in (flat == expert).nonzero()[:, 0].split(rows):
                 x = states.new_zeros(rows, states.shape[1])
                 x[: len(pairs)] = states[pairs // top]
-                both = functional.linear(x, gate_up[expert])
+                both = threads.in_several(functional.linear, x, gate_up[expert])
                 inner = gated(both if gate_up_bias is None else both + gate_up_bias[expert], gating)
-                result = functional.linear(inner, down[expert])
+                result = threads.in_several(functional.linear, inner, down[expert])
                 result = result if down_bias is None else result + down_bias[expert]
-                made[pairs] = result[: len(pairs)]
+                made[pairs] = result[: len(pairs)].to(made.dtype)  # autocast gives another type
         return sum_of_shares(made, shares)
 
     return forward

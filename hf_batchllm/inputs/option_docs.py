@@ -25,7 +25,8 @@ What is different, on purpose:
 - **A list gives a list.** Strings, token ids and chats in a list give a `BatchResult`, in the order of the prompts. A
   padded tensor gives the tensor, or the `ModelOutput`, that `model.generate` gives.
 - **Sampling is reproducible whatever else runs.** Tokens are drawn from the same distribution as in `model.generate`,
-  with other noise: it depends on `seed`, the prompt's index, the sample's index and the position.
+  with other noise: it depends on `seed`, the prompt's index, the sample's index and the position. Logits may differ in
+  their last digits: [`invariant=True`](invariant.md) makes them the same to the last bit.
 - **Prompts may have different settings.** `generation_config` may be a list, one for each prompt.
 - **Time counts for the whole call.** `max_time` is for all prompts together.
 

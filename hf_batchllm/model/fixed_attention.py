@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.fixed_attention_torch import KEYS, Merged, attend_parts
 from ..patches.attention_interface import AttentionCall
+from ..patches.fixed_products import FixedThreads
 from .attention_backend import AttentionBackend
 from .batch import AttentionBatch
 from .kv_storage import KVStorage
@@ -83,14 +84,18 @@ class FixedAttention:
 
     takes_masks = False
 
-    def __init__(self, plan: FixedPlan, storage: KVStorage, begin: int, end: int) -> None:
+    def __init__(self, plan: FixedPlan, storage: KVStorage, begin: int, end: int, threads: FixedThreads) -> None:
         self.plan = plan
         self.storage = storage
+        self.threads = threads
         self.begin, self.end = begin, end
         self.calls = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.calls += 1
+        return self.threads.in_several(self._attended, call)
+
+    def _attended(self, call: AttentionCall) -> torch.Tensor:
         rows, batch = self.end - self.begin, self.plan.batch
         given = len(call.q)
         call = replace(call, q=call.q[:rows], k=call.k[:rows], v=call.v[:rows])
@@ -102,28 +107,44 @@ class FixedAttention:
         gather = self.plan.scratch.gather
         for each in self.plan.parts(self.begin, self.end, call.window, token_bytes):
             k, v = gather("k", k_cache, each.keys), gather("v", v_cache, each.keys)
-            merged.add(each.rows, *attend_parts(q[each.rows], k, v, each.seen, call.scale, call.softcap))
+            merged.add(each.rows, *_attend(q[each.rows], k, v, each.seen, call))
         out = q.new_zeros(given, q.shape[1], v_cache.shape[-1])
         out[:rows] = merged.result(call.sinks).to(q.dtype)
         return out
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if k.shape[0] * k.shape[2] > 1:
+        return attend_parts(q, k, v, seen, call.scale, call.softcap)
+    # A single product may be cut among threads in another way than one of several: it is computed twice.
+    q, k, v, seen = (each.expand(2, *each.shape[1:]) for each in (q, k, v, seen))
+    made, total, peak = attend_parts(q, k, v, seen, call.scale, call.softcap)
+    return made[:1], total[:1], peak[:1]
 
 
 class FixedBackend(AttentionBackend):
     def __init__(self, storage: KVStorage, device: torch.device) -> None:
         self.storage = storage
         self.device = device
+        self.threads = FixedThreads()
         self._scratch = Scratch()
 
     def prepare(self, batch: AttentionBatch) -> FixedAttention:
-        return FixedAttention(self._plan(batch), self.storage, 0, len(batch.positions))
+        return FixedAttention(self._plan(batch), self.storage, 0, len(batch.positions), self.threads)
 
     def passes(self, batch: AttentionBatch) -> list[FixedAttention]:
         """One for each run of so many rows. Their K and V are there when later ones read them."""
         plan, rows = self._plan(batch), len(batch.positions)
-        return [FixedAttention(plan, self.storage, begin, min(begin + ROWS, rows)) for begin in range(0, rows, ROWS)]
+        return [
+            FixedAttention(plan, self.storage, begin, min(begin + ROWS, rows), self.threads)
+            for begin in range(0, rows, ROWS)
+        ]
 
     def _plan(self, batch: AttentionBatch) -> FixedPlan:
         return FixedPlan(batch, self.device, self._scratch)
 
     def release(self) -> None:
+        self.threads.restore()
         self._scratch.release()

@@ -1,13 +1,11 @@
 """Passes through a model of the same number of rows each, so that a row's numbers do not depend on how many there are.
 
-A CPU's matrix products add up in another order for another number of rows. Functions such as the sigmoid are computed
-by other instructions for the last few numbers of a thread's part: with a power of two of threads no such rest remains.
+A CPU's matrix products add up in another order for another number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -25,7 +23,8 @@ def in_fixed_passes(forward: Forward, backend: FixedBackend, batch: ModelBatch) 
     tokens, logits = batch.tokens, None
     wanted = tokens.logits_rows
     every, none = torch.arange(ROWS, device=wanted.device), wanted.new_zeros(1)
-    with _even_threads():
+    backend.threads.begin()
+    try:
         for attention in backend.passes(batch.attention):
             rows = slice(attention.begin, attention.end)
             mine = ((wanted >= attention.begin) & (wanted < attention.end)).nonzero()[:, 0]
@@ -35,18 +34,10 @@ def in_fixed_passes(forward: Forward, backend: FixedBackend, batch: ModelBatch) 
                 if logits is None:
                     logits = found.new_empty(len(wanted), found.shape[1])
                 logits[mine] = found[wanted[mine] - attention.begin]
+    finally:
+        backend.threads.restore()
     return found[:0] if logits is None else logits
 
 
 def _filled(numbers: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(numbers, (0, ROWS - len(numbers)))
-
-
-@contextmanager
-def _even_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 << (before.bit_length() - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -23,6 +23,7 @@ from ..patches.attention_interface import (
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fixed_experts import FixedExperts
+from ..patches.fixed_products import FixedProducts
 from ..patches.fusion import FusedLayers
 from ..patches.image_features_swap import ImageFeaturesSwap
 from ..patches.state_functions import StateContext, StateFunctions, state_context, states_in_use, use_states
@@ -65,7 +66,11 @@ class ModelRunner:
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._autocast = KeptAutocast(architecture.device)
-        self._experts = FixedExperts(model, ROWS) if isinstance(backend, FixedBackend) else None
+        self._experts: FixedExperts | None = None
+        self._products: FixedProducts | None = None
+        if isinstance(backend, FixedBackend):
+            self._experts = FixedExperts(model, ROWS, backend.threads)
+            self._products = FixedProducts(model, backend.threads)
         self._outside: tuple[bool, AttentionContext | None, StateContext | None] | None = (
             None  # during a step, what was set before it
         )
@@ -157,6 +162,7 @@ class ModelRunner:
         adapted = nullcontext() if self.adapters is None else self.adapters.applied()
         fused = nullcontext() if self._fused is None else self._fused.applied()
         experts = nullcontext() if self._experts is None else self._experts.applied()
+        products = nullcontext() if self._products is None else self._products.applied()
         known: AbstractContextManager[object] = nullcontext()
         if images is not None:
             assert self.images is not None
@@ -170,6 +176,7 @@ class ModelRunner:
             fused,
             experts,
             self._head.applied(),
+            products,
             attention_context(context),
             self._functions.applied(),
             state_context(states),
@@ -224,6 +231,8 @@ class ModelRunner:
         """Restore what a step may have left behind when it was interrupted, and free the memory of steps."""
         if self._images_swap is not None:
             self._images_swap.restore()
+        if self._products is not None:
+            self._products.restore()
         self._head.restore()
         self._functions.restore()
         if self._fused is not None:

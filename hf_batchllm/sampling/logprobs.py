@@ -297,4 +297,10 @@ def _blocks(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, at_once:
     for begin, first, last in zip(begins, edges, edges[1:], strict=False):
         if first < last:
             some, pairs = logits[begin : begin + size].float(), slice(first, last)
-            yield _Block(some, some.logsumexp(dim=-1), pairs, every_row[pairs] - begin, every_token[pairs])
+            yield _Block(some, _logsumexp(some), pairs, every_row[pairs] - begin, every_token[pairs])
+
+
+def _logsumexp(logits: torch.Tensor) -> torch.Tensor:  # [rows]
+    """A row's number does not depend on other rows: several threads of a CPU add up a single one in another order."""
+    lone = len(logits) == 1 and logits.device.type == "cpu"
+    return logits.expand(2, -1).logsumexp(dim=-1)[:1] if lone else logits.logsumexp(dim=-1)

@@ -1,0 +1,417 @@
+"""``invariant=True``: a prompt's answer is the same to the last bit, whatever else is in the list."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_families import FAMILIES, build, family_params, random_prompts
+from support_fuzz_cases import draw_case
+from support_fuzz_check import check
+from support_fuzz_models import missing
+from support_interrupts import Stop
+from support_untouched import fingerprint
+from support_word_tokenizer import word_tokenizer
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from hf_batchllm import BatchGenerator, BatchResult, ConfigError, UnsupportedModelError, run_file
+from hf_batchllm.engine.loop import Engine
+from hf_batchllm.model import fixed_attention, fixed_passes
+from hf_batchllm.model.fixed_attention import FixedAttention
+from hf_batchllm.patches.fixed_products import FixedThreads
+from hf_batchllm.sampling import logprobs, rows_together
+
+SEED = 12
+Rows = list[str]  # of a prompt's samples, all that is known of each
+OPTIONS: dict[str, Any] = {
+    **{"max_new_tokens": 12, "do_sample": True, "temperature": 1.3, "top_p": 0.95, "num_return_sequences": 2},
+    **{"logprobs": 2, "prompt_logprobs": 1, "progress": False},
+}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    return build(family) if dtype == torch.float32 else copy.deepcopy(build(family)).to(dtype)
+
+
+def llama(**config: Any) -> Any:
+    """One layer, in sizes that the families do not have."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        model = LlamaForCausalLM(LlamaConfig(**{"vocab_size": 97, **sizes, **config})).eval()
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.ndim > 1:
+                each.mul_(8)
+    return model
+
+
+@cache
+def strangers_and_mine() -> tuple[list[list[int]], list[int]]:
+    """Twenty prompts, and the places of four among them, of which two share with others what they begin with."""
+    rng = random.Random(5)
+    prompts = random_prompts(rng, 97, "nested", 8) + random_prompts(rng, 97, "distinct", 8)
+    prompts += random_prompts(rng, 97, "prefix", 4)
+    order = list(range(20))
+    rng.shuffle(order)
+    return [prompts[place] for place in order], [order.index(place) for place in (0, 7, 13, 18)]
+
+
+def told(result: BatchResult, places: Sequence[int]) -> list[Rows]:
+    """All that a call says of the prompts at some places, to the last bit."""
+    every: dict[int, Rows] = {place: [] for place in places}
+    for row in result:
+        if row.index in every:
+            every[row.index].append(repr((row.token_ids, row.score, row.logprobs, row.prompt_logprobs)))
+    return list(every.values())
+
+
+def alone(model: Any, invariant: bool = True, **options: Any) -> list[Rows]:
+    prompts, mine = strangers_and_mine()
+    with BatchGenerator(model, invariant=invariant) as generator:
+        each = [generator.generate([prompts[place]], **{**OPTIONS, "seed": [place], **options}) for place in mine]
+    return [told(result, [0])[0] for result in each]
+
+
+def in_a_list(generator: BatchGenerator, **options: Any) -> tuple[list[Rows], BatchResult]:
+    prompts, mine = strangers_and_mine()
+    result = generator.generate(prompts, **{**OPTIONS, "seed": list(range(20)), **options})
+    return told(result, mine), result
+
+
+def short_of_memory(model: Any, **config: Any) -> dict[str, Any]:
+    """Settings under which some sequences have to make room, and are computed again."""
+    with BatchGenerator(model, **config) as probe:
+        token = probe.architecture.kv_bytes_per_token
+    return {"page_size": 4, "min_shared_tokens": 4, "max_batch_tokens": 24, "kv_memory": 80 * token, **config}
+
+
+# -- the promise -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("first", range(0, 16, 4))
+def test_some_cases_of_the_fuzzer(first: int) -> None:
+    for number in range(first, first + 4):
+        case = draw_case(SEED, number, invariant=True)
+        if missing(case.family, case.device_loop, invariant=True):
+            continue
+        outcome = check(case)
+        assert not outcome.error, f"{outcome.error}\n{case}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "mixtral"]))
+def test_alone_and_among_strangers(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    expected = alone(model)
+    with BatchGenerator(model, invariant=True, **short_of_memory(model)) as generator:
+        found, result = in_a_list(generator)
+        assert found == expected
+        assert result.report.preemptions > 0 and result.report.saving > 0
+    with BatchGenerator(model, invariant=True, share_prefixes=False) as generator:
+        assert in_a_list(generator)[0] == expected
+    with BatchGenerator(model, invariant=True, page_size=8, min_shared_tokens=4, keep_prefixes=8) as generator:
+        assert in_a_list(generator)[0] == expected
+        found, result = in_a_list(generator, prompt_logprobs=None)  # which are not kept
+        assert found == alone(model, prompt_logprobs=None) and result.report.cached_tokens > 0
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "mixtral"]))
+def test_without_the_flag_it_is_not_so(family: str) -> None:
+    """What the test above compares would tell."""
+    model = model_of(family, torch.bfloat16)
+    expected = alone(model, invariant=False)
+    with BatchGenerator(model, **short_of_memory(model)) as generator:
+        assert in_a_list(generator)[0] != expected
+
+
+def test_beams_scores_and_calls_that_were_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", torch.bfloat16)
+    prompts, mine = strangers_and_mine()
+    none: dict[str, Any] = {"do_sample": None, "temperature": None, "top_p": None, "logprobs": None, "seed": None}
+    beams = {**none, "prompt_logprobs": None, "num_beams": 40, "max_new_tokens": 3}  # more rows than a pass has
+    settings = short_of_memory(model)
+    with BatchGenerator(model, invariant=True, **{**settings, "kv_memory": None}) as generator:
+        assert in_a_list(generator, **beams)[0] == alone(model, **beams)
+        answers = [prompt[::-1][:9] for prompt in prompts]
+        scores = generator.score(prompts, [[answer] for answer in answers], progress=False)
+        for place in mine:
+            (one,) = generator.score([prompts[place]], [[answers[place]]], progress=False)
+            assert one.logprobs == scores[place].logprobs
+
+    lines = [{"prompt": prompt, "temperature": 1.2, "logprobs": 1, "n": 2} for prompt in prompts]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run: dict[str, Any] = {"max_new_tokens": 5, "seed": 7, "window_bytes": 1500, "progress": False}
+    with BatchGenerator(model, word_tokenizer(97), invariant=True, **settings) as generator:
+        run_file(generator, source, tmp_path / "whole.jsonl", **run)
+        collect, steps = Engine.collect, iter(range(1000))
+
+        def cut_off(self: Engine, *given: Any) -> Any:
+            if next(steps) == 30:
+                raise KeyboardInterrupt
+            return collect(self, *given)
+
+        monkeypatch.setattr(Engine, "collect", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            run_file(generator, source, tmp_path / "out.jsonl", **run)
+        monkeypatch.undo()
+        done = (tmp_path / "out.jsonl").read_text().count("\n")
+        assert 0 < done < 20
+        assert run_file(generator, source, tmp_path / "out.jsonl", **run).written == 20 - done
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("around", [nullcontext, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
+@pytest.mark.parametrize("family", family_params(["mixtral", "gpt2"]))
+def test_under_autocast_and_in_other_types(family: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    for dtype in (torch.float32,) if around is not nullcontext else (torch.float16, torch.float64):
+        if family == "mixtral" and dtype == torch.float64:
+            continue  # refused
+        model = model_of(family, dtype)
+        with around(), BatchGenerator(model, invariant=True, **short_of_memory(model)) as generator:
+            assert in_a_list(generator)[0] == alone(model)
+
+
+# -- sizes of real models --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "mixtral"]))
+def test_two_threads_and_three(family: str) -> None:
+    options = {"max_new_tokens": 2, "num_return_sequences": 1}
+    for count, dtype in ((2, torch.float32), (3, torch.bfloat16)):
+        model = model_of(family, dtype)
+        with threads(count), BatchGenerator(model, invariant=True, max_batch_tokens=64) as generator:
+            assert in_a_list(generator, **options)[0] == alone(model, **options)
+            assert torch.get_num_threads() == count
+
+
+def test_functions_that_several_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a rest that other instructions compute: of 1,101 numbers two threads', of 2,560 four threads' parts."""
+    for count, width in ((2, 1101), (4, 2560)):
+        model = llama(intermediate_size=width)
+        with threads(count), BatchGenerator(model, invariant=True) as generator:
+            options = {"max_new_tokens": 2, "num_return_sequences": 1}
+            assert in_a_list(generator, **options)[0] == alone(model, **options)
+            monkeypatch.setattr(FixedThreads, "begin", lambda self: None)  # all of a pass in several threads
+            monkeypatch.setattr(FixedThreads, "in_several", lambda self, function, *given: function(*given))
+            assert in_a_list(generator, **options)[0] != alone(model, **options)
+            monkeypatch.undo()
+
+
+def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads share a sum over one row of 40,000 numbers, and never share one over several."""
+    model = llama(vocab_size=40_000)
+    options = {"do_sample": True, "top_k": 0, "typical_p": 0.6, "max_new_tokens": 2, "logprobs": 1, "progress": False}
+    prompts = [[number, 5] for number in range(16)]
+    with threads(2), BatchGenerator(model, invariant=True) as generator:
+
+        def each_alone() -> list[Rows]:
+            calls = [generator.generate([prompts[place]], **options, seed=[place]) for place in range(16)]
+            return [told(call, [0])[0] for call in calls]
+
+        found = told(generator.generate(prompts, **options, seed=list(range(16))), range(16))
+        assert found == each_alone()
+        monkeypatch.setattr(logprobs, "_logsumexp", lambda logits: logits.logsumexp(dim=-1))
+        monkeypatch.setattr(rows_together, "_ADDED_UP_BY_SEVERAL", 1 << 40)
+        assert found != each_alone()
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_parts_that_end_elsewhere(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    expected = alone(build(family))
+    monkeypatch.setattr(fixed_attention, "KEYS", 16)
+    with BatchGenerator(build(family), invariant=True) as generator:
+        assert in_a_list(generator)[0] != expected
+
+
+def test_passes_of_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    monkeypatch.setattr(fixed_passes, "_filled", lambda numbers: numbers)
+
+    def attend(self: FixedAttention, call: Any, own: Any = FixedAttention.attend) -> torch.Tensor:
+        return own(self, call)[: self.end - self.begin]
+
+    monkeypatch.setattr(FixedAttention, "attend", attend)
+    every = fixed_passes.in_fixed_passes
+
+    def ragged(forward: Any, backend: Any, batch: Any) -> torch.Tensor:
+        def of_its_rows(ids: Any, positions: Any, attention: Any, wanted: torch.Tensor) -> torch.Tensor:
+            return forward(ids, positions, attention, wanted[wanted < len(ids)])
+
+        return every(of_its_rows, backend, batch)
+
+    monkeypatch.setattr("hf_batchllm.model.runner.in_fixed_passes", ragged)
+    expected = alone(model)
+    with BatchGenerator(model, invariant=True) as generator:
+        assert in_a_list(generator)[0] != expected
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("lfm2", "layers that carry a state"),
+        ("qwen3_next", "layers that carry a state"),
+        ("jetmoe", "experts of JetMoeForCausalLM cannot be run one by one"),
+        ("longcat_flash", "experts of LongcatFlashForCausalLM cannot be run one by one"),
+    ],
+)
+def test_families_that_are_refused(family: str, why: str) -> None:
+    if lacking := FAMILIES[family].missing():
+        pytest.skip(lacking)
+    model = build(family)
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedModelError, match=f"`invariant=True` promises the same answers .*{why}"):
+        BatchGenerator(model, invariant=True)
+    assert fingerprint(model) == before
+    with BatchGenerator(model) as generator:
+        assert generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)[0].token_ids
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.0)
+
+
+def of_the_owners(model: Any) -> None:
+    norm = model.model.layers[0].input_layernorm
+
+    class OwnNorm(type(norm)):  # type: ignore[misc]
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden) * 1.0
+
+    norm.__class__ = OwnNorm
+
+
+def quantised(model: Any) -> None:
+    model.config.quantization_config = {"quant_method": "none"}
+
+
+def with_dropout(model: Any) -> None:
+    model.model.layers[0].mlp.drop = torch.nn.Dropout(0.1)
+    model.train()
+
+
+OBSTACLES = {
+    hooked: "there are hooks on",
+    of_the_owners: "code in LlamaForCausalLM that is not transformers'",
+    quantised: "is quantised",
+    with_dropout: r"is in training mode, with dropout: call model.eval\(\) first",
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_was_done_to_a_model_is_refused(obstacle: Callable[[Any], None]) -> None:
+    model = copy.deepcopy(build("llama"))
+    with BatchGenerator(model, invariant=True) as generator:
+        assert generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)[0].token_ids
+        obstacle(model)
+        before = fingerprint(model)
+        with pytest.raises(UnsupportedModelError, match=OBSTACLES[obstacle]):  # it is seen in the next call, too
+            generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)
+    with pytest.raises(UnsupportedModelError, match=OBSTACLES[obstacle]):
+        BatchGenerator(model, invariant=True)
+    assert fingerprint(model) == before
+    if obstacle is not quantised:
+        with BatchGenerator(model) as generator:
+            assert generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)[0].token_ids
+
+
+def test_triton_and_odd_values_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match='leave `backend="triton"` out'):
+        BatchGenerator(build("llama"), invariant=True, backend="triton")
+    with pytest.raises(ConfigError, match="`invariant` must be True or False, not 1"):
+        BatchGenerator(build("llama"), invariant=1)
+    assert BatchGenerator(build("llama"), invariant=True, backend="torch").config.invariant
+
+
+@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
+def test_images_are_refused_and_text_is_not() -> None:
+    from support_image_prompts import model_of as pictured
+    from support_image_prompts import picture, processor_of, shows, user, words
+
+    with BatchGenerator(pictured("qwen2_5_vl"), processor_of("qwen2_5_vl"), invariant=True) as generator:
+        told_of = [user(shows(picture(1)), words(5, 6))]
+        with pytest.raises(UnsupportedModelError, match="the vision tower reads as many images at once as fit"):
+            generator.generate(told_of, max_new_tokens=2, progress=False)
+        assert generator.generate([user(words(5, 6))], max_new_tokens=2, progress=False)[0].token_ids
+
+
+# -- plans, other ways in, interrupts --------------------------------------------------------------------------------
+
+
+def test_shared_prefixes_end_at_pages() -> None:
+    start = list(range(70))
+    prompts = [[*start[:70], 90 + number, number] for number in range(4)]
+    with BatchGenerator(build("llama"), invariant=True, page_size=16) as generator:
+        plan = generator.plan(prompts)
+        assert [(segment.start, segment.end) for segment in plan.segments] == [(0, 64)]
+        assert plan.total_tokens - plan.computed_tokens == 3 * 64
+        report = generator.generate(prompts, max_new_tokens=1, progress=False).report
+        assert report.computed_tokens == plan.computed_tokens and abs(report.saving - plan.saving) < 1e-9
+    with BatchGenerator(build("llama"), page_size=16) as generator:
+        assert [(segment.start, segment.end) for segment in generator.plan(prompts).segments] == [(0, 70)]
+
+
+def test_a_seed_makes_the_same_of_a_config_of_its_own() -> None:
+    """Rows with options of their own are picked in groups."""
+    model = model_of("qwen3", torch.bfloat16)
+    prompts, mine = strangers_and_mine()
+    kinds: list[dict[str, Any]] = [
+        {"do_sample": True, "top_k": 5}, {"do_sample": True, "typical_p": 0.7, "repetition_penalty": 1.3}, {},
+        {"do_sample": True, "top_h": 0.5}, {"do_sample": True, "min_p": 0.02, "no_repeat_ngram_size": 2},
+    ]  # fmt: skip
+    configs = [GenerationConfig(max_new_tokens=4, **kinds[place % len(kinds)]) for place in range(20)]
+    with BatchGenerator(model, invariant=True, max_batch_tokens=24) as generator:
+        every = generator.generate(prompts, configs, seed=list(range(20)), logprobs=1, progress=False)
+        for place in mine:
+            one = generator.generate([prompts[place]], configs[place], seed=[place], logprobs=1, progress=False)
+            assert told(one, [0]) == told(every, [place])
+
+
+def test_threads_and_experts_are_put_back_after_an_interrupt() -> None:
+    model = model_of("mixtral")
+    before = fingerprint(model)
+    files = ("patches/fixed_products.py", "model/fixed_passes.py", "patches/fixed_experts.py", "contextlib.py")
+    with threads(3), BatchGenerator(model, invariant=True) as generator:
+
+        def run() -> Any:
+            return generator.generate([[5, 6, 7], [8, 9]], max_new_tokens=2, progress=False)
+
+        every = Stop(0, files)
+        expected = told(every.during(run), [0, 1])
+        for at in random.Random(4).sample(range(1, every.count), 25):
+            stop = Stop(at, files)
+            with pytest.raises(KeyboardInterrupt):
+                stop.during(run)
+            assert torch.get_num_threads() == 3, stop.place
+            gc.collect()
+            assert fingerprint(model) == before, stop.place
+        assert told(run(), [0, 1]) == expected
