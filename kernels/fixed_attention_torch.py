@@ -27,6 +27,18 @@ def attend_parts(
 
     [pairs, heads, v_dim], [pairs, heads], [pairs, heads], in float32 or wider; the first two are still to be divided.
     """
+    with torch.autocast(q.device.type, enabled=False):  # which would have products in half precision
+        return _attended(q, k, v, seen, scale, softcap)
+
+
+def _attended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     pairs, keys, kv_heads, dim = k.shape
     group = q.shape[1] // kv_heads
     exact = torch.promote_types(q.dtype, torch.float32)
