@@ -36,6 +36,7 @@ def build_fixed(
     An item's record has its rows, its entries, its place among its rows' parts, and whether lengths bound its reading.
     """
     assert group <= TILES[-1], "the heads that share a KV head must fit a tile"
+    assert PART % page_size == 0, "a part does not end with a page"
     assert (units.start % page_size == 0).all(), "a unit does not begin with a page of the sequence"
     rows = len(lengths)
     row_begin, row_end, level, low, high, unit = _ranges(units, readers, lengths, group, page_size, window, gates)

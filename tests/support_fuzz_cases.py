@@ -120,6 +120,16 @@ def draw_config(dice: Random, device: str, device_loop: bool, beams: bool, token
     return config
 
 
+def as_invariant(config: dict[str, Any], device_loop: bool) -> dict[str, Any]:
+    """In a GPU's loop with pages of which parts have a whole number; and experts are fused, as there they must be."""
+    config = {**config, "invariant": True}
+    if device_loop and "page_size" in config:
+        config["page_size"] = 1 << (config["page_size"].bit_length() - 1)
+    if device_loop:
+        config.pop("fuse", None)
+    return config
+
+
 def draw_case(seed: int, number: int, device: str = "cpu", invariant: bool = False) -> Case:
     """``invariant``: with ``invariant=True``, so that all results must be equal to the last bit."""
     name = f"case {number} of seed {seed}"
@@ -147,7 +157,7 @@ def draw_case(seed: int, number: int, device: str = "cpu", invariant: bool = Fal
     config = draw_config(dice, device, device_loop, how == "beams", sum(map(len, prompts)))
     every_row = dice.random() < 0.15
     if invariant:
-        config = {**config, "invariant": True}
         device_loop = device_loop and how != "beams"
+        config = as_invariant(config, device_loop)
         options = options if "logprobs" in options or dice.random() < 0.3 else options | _logprobs(options, own)
     return Case(name, family, asks, options, relation, config, one_seed, device, device_loop, every_row)

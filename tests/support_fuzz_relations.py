@@ -13,7 +13,7 @@ import support_fuzz_models as models
 import torch
 from support_families import logits_of_rows
 from support_fuzz_calls import Calls, Mismatch, by_ask, expect, without
-from support_fuzz_cases import Ask, Case, draw_config, draw_prompts
+from support_fuzz_cases import Ask, Case, as_invariant, draw_config, draw_prompts
 from support_fuzz_exactness import is_as_exact_as_the_model
 from support_fuzz_oracle import CLOSE, NEAR_TIE, Oracle
 
@@ -161,7 +161,7 @@ def settings(bench: Bench) -> None:
         if not case.device_loop and case.device == "cpu" and case.kind != "greedy":
             config.pop("steps_per_sync", None)
         if "invariant" in case.config:
-            config["invariant"] = True
+            config = as_invariant(config, case.device_loop)
         with bench.calls.generator(config, case.asks) as generator:
             rows = bench.calls.rows(case.asks, generator)
         bench.same(case.asks, rows, range(len(rows)), f"with {config}")
