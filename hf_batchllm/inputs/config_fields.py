@@ -26,6 +26,7 @@ class ConfigFields(TypedDict, total=False):
     fuse: bool
     keep_prefixes: int
     backend: str
+    invariant: bool
 
 
 def shows_config_fields(function: Function) -> Function:
