@@ -98,7 +98,7 @@ class Rehearsals:
     def __init__(self, model: nn.Module, config: BatchConfig) -> None:
         self._known = _kept.setdefault(model, {})
         self._unknown: set[object] = set()  # where nothing could be measured: another generator tries again
-        self._settings = config.fuse, config.backend, config.page_size
+        self._settings = config.fuse, config.backend, config.page_size, config.invariant
 
     def beside_the_cache(
         self, runner: ModelRunner, step: LargestStep, graphs: bool, picking: int, memory: DeviceMemory
