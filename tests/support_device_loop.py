@@ -43,6 +43,9 @@ class Replay:
     def __init__(self, rows: DecodeRows) -> None:
         self.replay = rows._run
 
+    def reset(self) -> None:
+        del self.replay
+
 
 def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a call does on a GPU is done on a CPU: work lists, graphs' fixed memory, fused layers, tokens picked

@@ -57,6 +57,29 @@ def test_rows_that_leave_are_idle_in_the_graph_that_there_is(
     assert max(rows) <= size_of(len(prompts))
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_none_outlives_its_call(
+    error: type[BaseException],
+    graphs: list[DecodeGraphs],
+    captured: list[DecodeRows],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where an error that is kept has them among its locals: a group of ranks cannot end before its graphs."""
+    run, runs = DecodeRows.run, []
+
+    def failing(self: DecodeRows) -> None:
+        runs.append(self.captured)
+        if sum(runs) > 3:
+            raise error("no more of this")
+        run(self)
+
+    monkeypatch.setattr(DecodeRows, "run", failing)
+    with BatchGenerator(build("llama"), steps_per_sync=2) as generator, pytest.raises(error) as kept:
+        generator.generate(mixed_prompts(2), max_new_tokens=40, progress=False)
+    assert kept.value is not None
+    assert captured and not any(graph.captured for graph in captured)
+
+
 def test_few_steps_are_not_worth_a_graph(graphs: list[DecodeGraphs]) -> None:
     prompts = mixed_prompts(2)
     BatchGenerator(build("llama"), steps_per_sync=2).generate(prompts, max_new_tokens=4, progress=False)

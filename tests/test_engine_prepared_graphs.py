@@ -236,13 +236,14 @@ def test_the_memory_of_graphs_is_given_back(monkeypatch: pytest.MonkeyPatch) -> 
     """PyTorch keeps that of a pool whose graphs have gone, for nobody, until its cache is emptied."""
     seen: list[Any] = []
     graphs = object.__new__(DecodeGraphs)
-    graphs._graphs = {16: SimpleNamespace(captured=True)}  # type: ignore[dict-item]
+    graph: Any = SimpleNamespace(captured=True, drop_capture=lambda: seen.append("dropped"))
+    graphs._graphs = {16: graph}
     graphs._sizes = set()
     stream: Any = SimpleNamespace(synchronize=lambda: seen.append("waits"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(graphs._graphs)))
     graphs.close(stream)
     graphs.close(stream)  # after an interrupt, say
-    assert seen == ["waits", 0]
+    assert seen == ["waits", "dropped", 0]
 
 
 def test_none_are_prepared_where_memory_is_short(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

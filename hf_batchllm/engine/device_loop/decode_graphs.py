@@ -316,6 +316,7 @@ class DecodeGraphs:
         if graph.captured and self._seats.last.device.type == "cuda":
             torch.cuda.current_stream(self._seats.last.device).synchronize()
         self._graphs = {rows: other for rows, other in self._graphs.items() if other is not graph}
+        graph.drop_capture()
 
     def close(self, stream: torch.cuda.Stream | None) -> None:
         captured = any(graph.captured for graph in self._graphs.values())
@@ -323,6 +324,8 @@ class DecodeGraphs:
             if stream is not None and self._graphs:
                 stream.synchronize()
         finally:  # after a CUDA error, waiting raises it again
+            for graph in self._graphs.values():
+                graph.drop_capture()
             self._graphs.clear()
             self._sizes.clear()
         if stream is not None and captured:

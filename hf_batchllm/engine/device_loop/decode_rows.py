@@ -266,7 +266,10 @@ class DecodeRows:
         self._graph = graph
 
     def drop_capture(self) -> None:
-        self._graph = self._captured_logits = None
+        """Destroy the graph now: an error may keep this object, and a group of ranks cannot end before its graphs."""
+        graph, self._graph, self._captured_logits = self._graph, None, None
+        if graph is not None:
+            graph.reset()
 
     def _idle_spans(self) -> Spans:
         """Each row is a span of its own, as long as the rows are there."""

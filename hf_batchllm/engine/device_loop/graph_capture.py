@@ -50,6 +50,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> I
             except BaseException:
                 with suppress(Exception):  # the capture must end all the same; the first error is the one to report
                     graph.capture_end()
+                    graph.reset()  # the error keeps it
                 raise
             graph.capture_end()
     finally:
