@@ -20,18 +20,32 @@ from .work_lists import ITEM_FIELDS, WorkLists
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _MERGED_HEADS = 4  # for each block of the merge
+_SUMS = tl.constexpr(8)  # columns in which weights are added up: the fewest that a product may have
 
 
 @triton.jit
 def _fold(out, peak, total, acc, part_peak, part_total):
-    """What a line has so far [M, V], [M], [M], and the next part of its keys."""
+    """What a line has so far [M, V], [M], [M], and the next part of its keys.
+
+    Which of two products is rounded before they are added is said here: a compiler may choose otherwise each time.
+    """
     largest = tl.maximum(peak, part_peak)
     safe = tl.where(largest == float("-inf"), 0.0, largest)  # before a line has seen a key any finite number will do
     kept = tl.exp2(peak - safe)
     added = tl.exp2(part_peak - safe)
-    out = out * kept[:, None] + acc * added[:, None]
-    total = total * kept + part_total * added
+    out = tl.fma(out, tl.broadcast_to(kept[:, None], out.shape), acc * added[:, None])
+    total = tl.fma(total, kept, part_total * added)
     return out, largest, total
+
+
+@triton.jit
+def _nothing(M: tl.constexpr, V: tl.constexpr):
+    """What a line has before its first key: values, weights (in columns that are all the same), the largest score."""
+    return (
+        tl.zeros([M, V], tl.float32),
+        tl.zeros([M, _SUMS], tl.float32),
+        tl.full([M], float("-inf"), tl.float32),
+    )
 
 
 @triton.jit
@@ -67,10 +81,14 @@ def _load_whole(
 
 @triton.jit
 def _add_box(
-    acc, peak, total, query, k_box, v_box, position, line_length, scale, softcap,
+    acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap,
     BOX: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, over the keys from ``position`` on."""
+    """One step of the online softmax, over the keys from ``position`` on.
+
+    Weights are added up as a product with ones: key by key, as their values are. A sum along a line would be taken in
+    an order that depends on how many threads share the line.
+    """
     scores = tl.dot(query, tl.trans(k_box), input_precision="ieee")
     factor = scale
     if SOFTCAP:  # ``in_log2`` made scale for the tanh, and softcap in units of log2; tanh(x) = 2 sigmoid(2x) - 1
@@ -83,11 +101,12 @@ def _add_box(
     scores = tl.where(visible, scores, float("-inf"))
     largest = tl.maximum(peak, tl.max(scores, 1) * factor)
     safe = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp2(scores * factor - safe[:, None])
-    shrink = tl.exp2(peak - safe)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v_box.dtype), v_box, acc * shrink[:, None], input_precision="ieee")
-    return acc, largest, total
+    weights = tl.exp2(scores * factor - safe[:, None]).to(v_box.dtype)
+    shrink = tl.exp2(peak - safe)[:, None]
+    ones = tl.full([BOX, _SUMS], 1.0, v_box.dtype)
+    total = tl.dot(weights, ones, total * shrink, input_precision="ieee")
+    acc = tl.dot(weights, v_box, acc * shrink, input_precision="ieee")
+    return acc, total, largest
 
 
 @triton.jit
@@ -145,12 +164,10 @@ def _attend_fixed(
     line_row += row
     part_row = tl.load(row_parts + line_row, mask=valid & (part >= 0), other=0) + part
     line_length = tl.load(lengths + line_row, mask=valid, other=0)  # [M]
-    total_out = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
-    total_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    out_so_far = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
+    peak_so_far = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_so_far = tl.zeros([BLOCK_M], tl.float32)
+    acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
 
     whole = tokens // BOX
     for i in tl.range(0, whole):
@@ -159,12 +176,12 @@ def _attend_fixed(
         k_box = _load_whole(k_pages, k_boxes, page, i % BOXES * BOX, kv_head, BOX, QK_DIM, PAGE, KV_HEADS, DESCRIPTORS)
         v_box = _load_whole(v_pages, v_boxes, page, i % BOXES * BOX, kv_head, BOX, V_DIM, PAGE, KV_HEADS, DESCRIPTORS)
         if (position % PART == 0) & (i > 0):
-            total_out, total_peak, total_sum = _fold(total_out, total_peak, total_sum, acc, peak, total)
-            acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-        acc, peak, total = _add_box(
-            acc, peak, total, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
+            out_so_far, peak_so_far, total_so_far = _fold(
+                out_so_far, peak_so_far, total_so_far, acc, peak, tl.max(total, 1)
+            )
+            acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
+        acc, total, peak = _add_box(
+            acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
         )
         page = next_page
     for i in tl.range(whole, tl.cdiv(tokens, BOX)):  # once, or not at all
@@ -173,23 +190,23 @@ def _attend_fixed(
         k_box = _load_seen(k_pages, page, i % BOXES * BOX, kv_head, seen, BOX, QK_DIM, PAGE, KV_HEADS)
         v_box = _load_seen(v_pages, page, i % BOXES * BOX, kv_head, seen, BOX, V_DIM, PAGE, KV_HEADS)
         if (position % PART == 0) & (i > 0):
-            total_out, total_peak, total_sum = _fold(total_out, total_peak, total_sum, acc, peak, total)
-            acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-        acc, peak, total = _add_box(
-            acc, peak, total, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
+            out_so_far, peak_so_far, total_so_far = _fold(
+                out_so_far, peak_so_far, total_so_far, acc, peak, tl.max(total, 1)
+            )
+            acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
+        acc, total, peak = _add_box(
+            acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
         )
-    total_out, total_peak, total_sum = _fold(total_out, total_peak, total_sum, acc, peak, total)
+    out_so_far, peak_so_far, total_so_far = _fold(out_so_far, peak_so_far, total_so_far, acc, peak, tl.max(total, 1))
 
     if part < 0:
-        divided = total_out / tl.where(total_sum > 0, total_sum, 1.0)[:, None]  # 0 for a line that saw no token
+        divided = out_so_far / tl.where(total_so_far > 0, total_so_far, 1.0)[:, None]  # 0 for a line that saw no token
         store_lines(out, place, valid, divided, V_DIM)
     else:
         place = part_row.to(tl.int64) * (KV_HEADS * GROUP) + head
-        store_lines(part_out, place, valid, total_out, V_DIM)
-        tl.store(part_sums + 2 * place, total_sum, mask=valid)
-        tl.store(part_sums + 2 * place + 1, total_peak, mask=valid)
+        store_lines(part_out, place, valid, out_so_far, V_DIM)
+        tl.store(part_sums + 2 * place, total_so_far, mask=valid)
+        tl.store(part_sums + 2 * place + 1, peak_so_far, mask=valid)
 
 
 @triton.jit
