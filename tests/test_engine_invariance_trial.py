@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from support_families import build
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
+from hf_batchllm.engine import invariance_trial
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.torch_attention import TorchBackend
@@ -41,6 +43,17 @@ def test_a_model_is_tried_once(page_size: int, monkeypatch: pytest.MonkeyPatch) 
     with BatchGenerator(model, page_size=page_size) as gen:
         gen.generate([[1, 2, 3]], max_new_tokens=2, progress=False)
     assert len(rows) == 14
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_what_is_tried_on_a_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with the passes of a CPU: the sequence has keys for several parts, and its last tokens come in pieces."""
+    model, rows = copy.deepcopy(build(family)), steps_of(monkeypatch)
+    monkeypatch.setattr(invariance_trial, "_ON_CPU", replace(invariance_trial._ON_GPU, beside=(3, 9)))
+    with BatchGenerator(model, invariant=True) as gen:
+        gen.generate([[1, 2, 3]], max_new_tokens=2, progress=False)
+    assert rows[:6] == [300, 2 * 300 + 8, 3 * 300 + 6 * 8, 2, 7, 70]
+    assert rows[6:21] == list(invariance_trial._ON_GPU.single)
 
 
 def test_what_fails_the_trial_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
 """Whether steps of a model give a row the same bits, whatever else is in them: tried, before it is promised.
 
 In which order numbers are added up is a matter of libraries and cards. So a made-up sequence is run alone, beside
-others and its own copies, and its last token once more by itself, in steps of several sizes. All must give the same
-logits, and put the same K and V into the cache. The first call with a model does so: it takes as long as a few steps.
+others and its own copies, and its last tokens once more by themselves, in steps of several sizes. All must give the
+same logits, and put the same K and V into the cache. The first call with a model does so: it takes as long as a few
+steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,12 +27,22 @@ from ..model.trial_passes import MadeUp
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk, Step
 
-_TOKENS = 8  # of a sequence
-# Sequences, and single rows, of the steps that are tried. A CPU has passes of the same size anyway.
-_SEQUENCES = {"cpu": (5,)}
-_SEQUENCES_ELSEWHERE = (3, 9, 40, 130, 520)
-_ROWS = {"cpu": (1, 37)}
-_ROWS_ELSEWHERE = (1, 2, 3, 5, 8, 16, 17, 32, 64, 100, 128, 200, 256, 384, 512)
+
+@dataclass(frozen=True)
+class _Steps:
+    """What is tried on a kind of device."""
+
+    tokens: int  # of the sequence
+    beside: tuple[int, ...]  # sequences of a step
+    last: tuple[int, ...]  # of its tokens, computed once more together
+    single: tuple[int, ...]  # copies of its last token
+
+
+_OTHERS_TOKENS = 8
+_MOST_COPIES = 3  # of the sequence, in a step
+# A CPU has passes of the same size anyway. On a GPU the sequence has keys for more than one part of attention.
+_ON_CPU = _Steps(8, (5,), (), (1, 37))
+_ON_GPU = _Steps(300, (3, 9, 40, 130, 520), (2, 7, 70), (1, 2, 3, 5, 8, 16, 17, 32, 64, 100, 128, 200, 256, 384, 512))
 
 _tried: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 
@@ -42,11 +54,13 @@ def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
     done = _tried.setdefault(use.model, set())
     if not config.invariant or key in done:
         return
-    storage = KVStorage(2 * -(-_TOKENS // config.page_size), config.page_size)
+    steps = _ON_CPU if device.type == "cpu" else _ON_GPU
+    pages = [-(-tokens // config.page_size) for tokens in (steps.tokens, _OTHERS_TOKENS)]
+    storage = KVStorage(sum(pages), config.page_size)
     try:
         runner = use.run_over(storage)
         with runner.surroundings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            why = _first_difference(runner, storage, device)
+            why = _first_difference(runner, storage, steps, range(pages[0]), range(pages[0], sum(pages)))
     finally:
         storage.release()
         use.drop_runner()
@@ -58,29 +72,42 @@ def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
     done.add(key)
 
 
-def _first_difference(runner: ModelRunner, storage: KVStorage, device: torch.device) -> str | None:
+def _first_difference(
+    runner: ModelRunner, storage: KVStorage, steps: _Steps, our_pages: range, their_pages: range
+) -> str | None:
     """In words that follow "gave other bits"."""
     made_up = MadeUp(base_model(runner.model), seed=2)
-    ours, theirs = (np.array(made_up.tokens(_TOKENS), dtype=np.int32) for _ in range(2))
-    pages = range(storage.num_pages)
-    first, second = pages[: len(pages) // 2], pages[len(pages) // 2 :]
+    ours, theirs = (np.array(made_up.tokens(tokens), dtype=np.int32) for tokens in (steps.tokens, _OTHERS_TOKENS))
     builder = BatchBuilder(storage.page_size, short_chunk=runner.backend.short_chunk)
 
     def logits(chunks: Sequence[Chunk]) -> torch.Tensor:  # [ours, vocabulary]
         found = runner.step(builder.build(Step(chunks=list(chunks))))
         return found[[place for place, chunk in enumerate(chunks) if chunk.unit.tokens(0, 1)[0] == ours[0]]].clone()
 
-    alone = logits([_whole(ours, first)])[0]
-    written = _written(storage)
-    for count in _SEQUENCES.get(device.type, _SEQUENCES_ELSEWHERE):
-        places = made_up.places(count, (count + 1) // 2)
-        some = [_whole(ours, first) if place in places else _whole(theirs, second) for place in range(count)]
+    def written() -> list[torch.Tensor]:
+        """K and V of our sequence, in each layer."""
+        return [tensor[: steps.tokens].clone() for pair in storage.pairs() for tensor in pair]
+
+    def last(count: int) -> Chunk:
+        return Chunk(_whole(ours, our_pages).unit, len(ours) - count, len(ours))
+
+    alone = logits([_whole(ours, our_pages)])[0]
+    first_written = written()
+    for count in steps.beside:
+        places = made_up.places(count, min((count + 1) // 2, _MOST_COPIES))
+        some = [_whole(ours, our_pages) if place in places else _whole(theirs, their_pages) for place in range(count)]
+        rows = sum(chunk.end - chunk.begin for chunk in some)
         if not bool((logits(some) == alone).all()):
-            return f"in a step of {count * _TOKENS} rows"
-        if not all(map(torch.equal, _written(storage), written)):
-            return f"in the K and V of a step of {count * _TOKENS} rows"
-    for count in _ROWS.get(device.type, _ROWS_ELSEWHERE):
-        if not bool((logits([_last(ours, first) for _ in range(count)]) == alone).all()):
+            return f"in a step of {rows:,} rows"
+        if not all(map(torch.equal, written(), first_written)):
+            return f"in the K and V of a step of {rows:,} rows"
+    for count in steps.last:
+        if not torch.equal(logits([last(count)])[0], alone):
+            return f"in a step of its last {count} rows"
+        if not all(map(torch.equal, written(), first_written)):
+            return f"in the K and V of its last {count} rows"
+    for count in steps.single:
+        if not bool((logits([last(1)] * count) == alone).all()):
             return f"in a step of {count} single rows" if count > 1 else "in a step of one row"
     return None
 
@@ -91,12 +118,3 @@ def _whole(ids: np.ndarray, pages: Sequence[int]) -> Chunk:
     request.pages = list(pages)
     request.computed = len(ids)
     return Chunk(request, 0, len(ids))
-
-
-def _last(ids: np.ndarray, pages: Sequence[int]) -> Chunk:
-    return Chunk(_whole(ids, pages).unit, len(ids) - 1, len(ids))
-
-
-def _written(storage: KVStorage) -> list[torch.Tensor]:
-    """K and V of our sequence, in each layer."""
-    return [tensor[:_TOKENS].clone() for pair in storage.pairs() for tensor in pair]
