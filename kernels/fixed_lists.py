@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from .ranges import GATE, GATE_MERGED, Nodes, Readers, Units, nodes_of
-from .work_lists import BLOCKS, ITEM_FIELDS, MIN_PAGES, TILES, WorkLists
+from .work_lists import BLOCKS, ITEM_FIELDS, MIN_PAGES, TILES, WorkLists, ordinals
 
 PART = 256  # positions; a multiple of all page sizes
 
@@ -59,7 +59,7 @@ def build_fixed(
     folded = np.clip(np.rint(most / of_part).astype(np.int64), 1, np.maximum(parts, 1))  # parts that one block may fold
     folded = np.where(_begins(row_begin, row_end, level, pages, rows), folded, 1)
     splits = np.where(parts > 0, parts - folded + 1, 0)  # the first of them has ``folded`` parts, the others one each
-    part, in_row = _ordinals(row_begin, row_end, level, splits, rows)
+    part, in_row = ordinals(row_begin, row_end, level, splits, rows)
     row_parts = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(in_row, out=row_parts[1:])
 
@@ -209,19 +209,3 @@ def _begins(
         np.add.at(inside, row_end[mine], -1)
         first[np.cumsum(inside)[:rows] > 0] = at
     return np.asarray(first[row_begin] == level) if rows else np.zeros(len(level), dtype=bool)
-
-
-def _ordinals(
-    row_begin: np.ndarray, row_end: np.ndarray, level: np.ndarray, splits: np.ndarray, rows: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each range's first part among its rows' parts [ranges]; the number of parts of each row [rows]."""
-    part = np.zeros(len(splits), dtype=np.int64)
-    in_row = np.zeros(rows, dtype=np.int64)
-    for at in range(int(level.max(initial=-1)) + 1):
-        mine = np.flatnonzero(level == at)
-        part[mine] = in_row[row_begin[mine]]
-        steps = np.zeros(rows + 1, dtype=np.int64)  # ranges of one level share no row
-        steps[row_begin[mine]] += splits[mine]
-        np.add.at(steps, row_end[mine], -splits[mine])
-        in_row += np.cumsum(steps)[:rows]
-    return part, in_row

@@ -199,7 +199,7 @@ def build_work(
         splits = np.maximum(np.rint(pages / share), pages > 0).astype(np.int64)  # [ranges]
     else:
         splits = -(-pages // most_pages)
-    part, in_row = _ordinals(ranges, splits, rows)
+    part, in_row = ordinals(ranges.row_begin, ranges.row_end, ranges.level, splits, rows)
     row_parts = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(in_row, out=row_parts[1:])
     causal = ranges.causal if ranges.causal is not None and ranges.causal.any() else None
@@ -283,16 +283,18 @@ def _in_order(
     return page, tokens, first, begin, pages, full
 
 
-def _ordinals(ranges: Ranges, splits: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def ordinals(
+    row_begin: np.ndarray, row_end: np.ndarray, level: np.ndarray, splits: np.ndarray, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The place of each range's first part among its rows' parts [ranges]; the number of parts of each row [rows]."""
     part = np.zeros(len(splits), dtype=np.int64)
     in_row = np.zeros(rows, dtype=np.int64)
-    for level in range(int(ranges.level.max(initial=-1)) + 1):
-        mine = np.flatnonzero(ranges.level == level)
-        part[mine] = in_row[ranges.row_begin[mine]]
+    for at in range(int(level.max(initial=-1)) + 1):
+        mine = np.flatnonzero(level == at)
+        part[mine] = in_row[row_begin[mine]]
         steps = np.zeros(rows + 1, dtype=np.int64)  # ranges of one level share no row
-        steps[ranges.row_begin[mine]] += splits[mine]
-        steps[ranges.row_end[mine]] -= splits[mine]
+        steps[row_begin[mine]] += splits[mine]
+        steps[row_end[mine]] -= splits[mine]
         in_row += np.cumsum(steps)[:rows]
     return part, in_row
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,31 +22,8 @@ def why_not_fixed(model: nn.Module) -> str | None:
     return next((each.why_not for each in mixtures(model) if each.why_not is not None), None)
 
 
-class FixedExperts:
-    """``restore`` may be called again and again: an interrupt may come in the midst of it."""
-
-    def __init__(self, model: nn.Module, rows: int, threads: FixedThreads) -> None:
-        self._forwards = [(each.module, _forward(each, rows, threads)) for each in mixtures(model)]
-        self._before: list[tuple[nn.Module, Forward | None]] = []
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        for module, forward in self._forwards:
-            self._before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            self.restore()
-
-    def restore(self) -> None:
-        while self._before:
-            module, before = self._before[-1]
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
-            self._before.pop()
+def expert_forwards(model: nn.Module, rows: int, threads: FixedThreads) -> list[tuple[nn.Module, Forward]]:
+    return [(each.module, _forward(each, rows, threads)) for each in mixtures(model)]
 
 
 def _forward(found: Experts, rows: int, threads: FixedThreads) -> Forward:

@@ -6,16 +6,13 @@ other instructions. In one thread a pass has no such rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-Forward = Callable[..., Any]
 T = TypeVar("T")
 
 
@@ -47,34 +44,8 @@ class FixedThreads:
             self._before = None
 
 
-class FixedProducts:
-    """``restore`` may be called again and again, as above. A product that is not found here runs in one thread."""
-
-    def __init__(self, model: nn.Module, threads: FixedThreads) -> None:
-        self._threads = threads
-        self._modules = [each for each in model.modules() if isinstance(each, (nn.Linear, Conv1D)) and _is_plain(each)]
-        self._before: list[tuple[nn.Module, Forward | None]] = []
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        if self._threads.of_products > 1:
-            for module in self._modules:
-                own = module.__dict__.get("forward")
-                self._before.append((module, own))
-                module.__dict__["forward"] = partial(self._threads.in_several, module.forward)
-        try:
-            yield
-        finally:
-            self.restore()
-
-    def restore(self) -> None:
-        while self._before:
-            module, before = self._before[-1]
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
-            self._before.pop()
+def plain_products(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if isinstance(each, (nn.Linear, Conv1D)) and _is_plain(each)]
 
 
 def _is_plain(module: nn.Module) -> bool:

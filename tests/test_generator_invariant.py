@@ -260,13 +260,13 @@ def test_passes_of_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(FixedAttention, "attend", attend)
     every = fixed_passes.in_fixed_passes
 
-    def ragged(forward: Any, backend: Any, batch: Any) -> torch.Tensor:
+    def ragged(forward: Any, *others: Any) -> torch.Tensor:
         def of_its_rows(ids: Any, positions: Any, attention: Any, wanted: torch.Tensor) -> torch.Tensor:
             return forward(ids, positions, attention, wanted[wanted < len(ids)])
 
-        return every(of_its_rows, backend, batch)
+        return every(of_its_rows, *others)
 
-    monkeypatch.setattr("hf_batchllm.model.runner.in_fixed_passes", ragged)
+    monkeypatch.setattr("hf_batchllm.model.fixed_attention.in_fixed_passes", ragged)
     expected = alone(model)
     with BatchGenerator(model, invariant=True) as generator:
         assert in_a_list(generator)[0] != expected
@@ -399,7 +399,7 @@ def test_a_seed_makes_the_same_of_a_config_of_its_own() -> None:
 def test_threads_and_experts_are_put_back_after_an_interrupt() -> None:
     model = model_of("mixtral")
     before = fingerprint(model)
-    files = ("patches/fixed_products.py", "model/fixed_passes.py", "patches/fixed_experts.py", "contextlib.py")
+    files = ("patches/fixed_products.py", "model/fixed_passes.py", "patches/fixed_forwards.py", "contextlib.py")
     with threads(3), BatchGenerator(model, invariant=True) as generator:
 
         def run() -> Any:

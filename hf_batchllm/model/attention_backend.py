@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
 
 from ..patches.attention_interface import AttentionContext
-from .batch import AttentionBatch
+from ..patches.fixed_forwards import FixedForwards
+from .batch import AttentionBatch, ModelBatch
 from .kv_storage import KVStorage
+
+# Of ids, positions, attention and the rows whose logits are wanted.
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionContext, torch.Tensor], torch.Tensor]
 
 
 class AttentionBackend(ABC):
@@ -20,6 +29,18 @@ class AttentionBackend(ABC):
     @abstractmethod
     def release(self) -> None:
         """Free the memory that is kept from one step to the next."""
+
+    def products(self) -> AbstractContextManager[object]:
+        """What the products of steps need around them."""
+        return nullcontext()
+
+    def fixed_forwards(self, model: nn.Module) -> FixedForwards | None:
+        """What modules run in place of their own forwards."""
+        return None
+
+    def in_passes(self, forward: Forward, batch: ModelBatch) -> torch.Tensor | None:  # [samples + asked, vocabulary]
+        """The logits of a step that takes several passes through the model; None: one pass does it."""
+        return None
 
     @property
     def does_all(self) -> bool:

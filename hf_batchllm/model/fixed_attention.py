@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..kernels.fixed_attention_torch import KEYS, Merged, attend_parts
 from ..patches.attention_interface import AttentionCall
+from ..patches.fixed_forwards import FixedForwards
 from ..patches.fixed_products import FixedThreads
-from .attention_backend import AttentionBackend
-from .batch import AttentionBatch
+from .attention_backend import AttentionBackend, Forward
+from .batch import AttentionBatch, ModelBatch
+from .fixed_passes import ROWS, in_fixed_passes
 from .kv_storage import KVStorage
 from .torch_attention import Scratch, write_in_torch
 from .transfers import to_device
 
-ROWS = 32  # of each pass through the model
 _GATHERED_BYTES = 4 << 20  # of K and V at a time: they should still be in a CPU's caches when they are read
 
 
@@ -133,6 +135,12 @@ class FixedBackend(AttentionBackend):
 
     def prepare(self, batch: AttentionBatch) -> FixedAttention:
         return FixedAttention(self._plan(batch), self.storage, 0, len(batch.positions), self.threads)
+
+    def fixed_forwards(self, model: nn.Module) -> FixedForwards:
+        return FixedForwards(model, ROWS, self.threads)
+
+    def in_passes(self, forward: Forward, batch: ModelBatch) -> torch.Tensor:
+        return in_fixed_passes(forward, self.passes(batch.attention), self.threads, batch)
 
     def passes(self, batch: AttentionBatch) -> list[FixedAttention]:
         """One for each run of so many rows. Their K and V are there when later ones read them."""

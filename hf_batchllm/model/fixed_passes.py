@@ -5,27 +5,35 @@ A CPU's matrix products add up in another order for another number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
+from ..patches.attention_interface import AttentionContext
+from ..patches.fixed_products import FixedThreads
+from .attention_backend import Forward
 from .batch import ModelBatch
-from .fixed_attention import ROWS, FixedAttention, FixedBackend
 
-Forward = Callable[[torch.Tensor, torch.Tensor, FixedAttention, torch.Tensor], torch.Tensor]
+ROWS = 32  # of each pass
 
 
-def in_fixed_passes(forward: Forward, backend: FixedBackend, batch: ModelBatch) -> torch.Tensor:
-    """The logits of a step, [samples + asked, vocabulary].
+class Pass(AttentionContext, Protocol):
+    """The attention of the rows [begin, end) of a step."""
 
-    forward: of ids, positions, attention and the rows whose logits are wanted.
-    """
+    begin: int
+    end: int
+
+
+def in_fixed_passes(forward: Forward, passes: Iterable[Pass], threads: FixedThreads, batch: ModelBatch) -> torch.Tensor:
+    """The logits of a step, [samples + asked, vocabulary]."""
     tokens, logits = batch.tokens, None
     wanted = tokens.logits_rows
     every, none = torch.arange(ROWS, device=wanted.device), wanted.new_zeros(1)
-    backend.threads.begin()
+    found = wanted.new_zeros(0)
+    threads.begin()
     try:
-        for attention in backend.passes(batch.attention):
+        for attention in passes:
             rows = slice(attention.begin, attention.end)
             mine = ((wanted >= attention.begin) & (wanted < attention.end)).nonzero()[:, 0]
             given = _filled(tokens.input_ids[rows]), _filled(tokens.position_ids[rows])
@@ -35,7 +43,7 @@ def in_fixed_passes(forward: Forward, backend: FixedBackend, batch: ModelBatch) 
                     logits = found.new_empty(len(wanted), found.shape[1])
                 logits[mine] = found[wanted[mine] - attention.begin]
     finally:
-        backend.threads.restore()
+        threads.restore()
     return found[:0] if logits is None else logits
 
 

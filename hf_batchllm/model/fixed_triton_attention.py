@@ -4,6 +4,7 @@ positions."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..patches.attention_interface import AttentionCall
 from .batch import AttentionBatch
 from .kv_storage import KVStorage
 from .triton_attention import AttentionKernels, KernelAttention, StepWork, TritonBackend, WorkSource
+from .unsplit_products import unsplit_products
 
 _ANY_LENGTH = 1 << 40
 
@@ -52,6 +54,9 @@ class FixedTritonBackend(TritonBackend):
     ) -> None:
         super().__init__(kernels, storage, device, notices, *others, **named)
         self.fixed = fixed
+
+    def products(self) -> AbstractContextManager[object]:
+        return unsplit_products() if self.device.type == "cuda" else nullcontext()
 
     def work_of(self, batch: AttentionBatch) -> FixedStepWork:
         return FixedStepWork(batch, self.device, self.multiprocessors, self.gates, self.work_seen)

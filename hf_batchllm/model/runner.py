@@ -22,8 +22,6 @@ from ..patches.attention_interface import (
 )
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
-from ..patches.fixed_experts import FixedExperts
-from ..patches.fixed_products import FixedProducts
 from ..patches.fusion import FusedLayers
 from ..patches.image_features_swap import ImageFeaturesSwap
 from ..patches.state_functions import StateContext, StateFunctions, state_context, states_in_use, use_states
@@ -32,13 +30,9 @@ from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
-from .fixed_attention import ROWS, FixedBackend
-from .fixed_passes import in_fixed_passes
-from .fixed_triton_attention import FixedTritonBackend
 from .image_features import ImageFeatures
 from .kept_autocast import KeptAutocast
 from .state_step import StateKernels, StateStep
-from .unsplit_products import unsplit_products
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -66,11 +60,7 @@ class ModelRunner:
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._autocast = KeptAutocast(architecture.device)
-        self._experts: FixedExperts | None = None
-        self._products: FixedProducts | None = None
-        if isinstance(backend, FixedBackend):
-            self._experts = FixedExperts(model, ROWS, backend.threads)
-            self._products = FixedProducts(model, backend.threads)
+        self._fixed = backend.fixed_forwards(model)
         self._outside: tuple[bool, AttentionContext | None, StateContext | None] | None = (
             None  # during a step, what was set before it
         )
@@ -83,9 +73,7 @@ class ModelRunner:
     @contextmanager
     def surroundings(self) -> Iterator[None]:
         """Where steps run and tokens are picked: the model's device, and autocast as the call found it."""
-        fixed = self.architecture.device.type == "cuda" and isinstance(self.backend, FixedTritonBackend)
-        products = unsplit_products() if fixed else nullcontext()
-        with current_device(self.architecture.device), self._autocast.applied(), products:
+        with current_device(self.architecture.device), self._autocast.applied(), self.backend.products():
             yield
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
@@ -133,8 +121,8 @@ class ModelRunner:
             adapter = None if self.adapters is None else ("of a prompt", self.adapters.name)
             with nullcontext() if self.adapters is None else self.adapters.applied(), self._compiled.applied():
                 images = self.images.of_step(batch.image_keys[at], adapter)
-        if isinstance(self.backend, FixedBackend):
-            return in_fixed_passes(self.forward, self.backend, batch)
+        if (logits := self.backend.in_passes(self.forward, batch)) is not None:
+            return logits
         context = self.backend.prepare(batch.attention)
         states = None
         if batch.states is not None:
@@ -161,8 +149,7 @@ class ModelRunner:
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
         adapted = nullcontext() if self.adapters is None else self.adapters.applied()
         fused = nullcontext() if self._fused is None else self._fused.applied()
-        experts = nullcontext() if self._experts is None else self._experts.applied()
-        products = nullcontext() if self._products is None else self._products.applied()
+        fixed = nullcontext() if self._fixed is None else self._fixed.applied()
         known: AbstractContextManager[object] = nullcontext()
         if images is not None:
             assert self.images is not None
@@ -174,9 +161,8 @@ class ModelRunner:
             adapted,
             self._compiled.applied(),
             fused,
-            experts,
             self._head.applied(),
-            products,
+            fixed,
             attention_context(context),
             self._functions.applied(),
             state_context(states),
@@ -231,14 +217,12 @@ class ModelRunner:
         """Restore what a step may have left behind when it was interrupted, and free the memory of steps."""
         if self._images_swap is not None:
             self._images_swap.restore()
-        if self._products is not None:
-            self._products.restore()
+        if self._fixed is not None:
+            self._fixed.restore()
         self._head.restore()
         self._functions.restore()
         if self._fused is not None:
             self._fused.restore()
-        if self._experts is not None:
-            self._experts.restore()
         self._compiled.restore()
         if self.adapters is not None:
             self.adapters.restore()
