@@ -103,8 +103,9 @@ BEAMS: dict[str, tuple[float, Draw]] = {
 LENGTHS = frozenset({"max_new_tokens", "max_length"})
 # What comes from how a case asks, not from a table.
 ELSEWHERE = frozenset(
-    "attention_mask do_sample generation_config input_ids inputs num_beams num_return_sequences negative_prompt_ids "
-    "negative_prompt_attention_mask output_logits output_scores pad_token_id return_dict_in_generate streamer "
+    "attention_mask do_sample generation_config input_ids inputs max_matching_ngram_size num_beams "
+    "num_return_sequences negative_prompt_ids negative_prompt_attention_mask output_logits output_scores "
+    "pad_token_id prompt_lookup_num_tokens return_dict_in_generate streamer "
     "tokenizer".split()
 )
 

@@ -90,11 +90,9 @@ IDLE: dict[str, Any] = {
     "disable_compile": True,
     "low_memory": True,
     "max_cache_len": 100,
-    "max_matching_ngram_size": 3,
     "num_assistant_tokens": 5,
     "num_assistant_tokens_schedule": "heuristic",
     "prefill_chunk_size": 2,
-    "prompt_lookup_num_tokens": 3,
     "speculation_type": "dflash",
     "target_lookbehind": 5,
     "transformers_version": "4.0",
@@ -262,9 +260,9 @@ def test_what_has_no_effect_is_accepted_and_has_none(generator: BatchGenerator) 
 def test_speculation_that_a_call_asks_for_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
     generator = BatchGenerator(build(FAMILY))
     for _ in range(2):
-        generator.generate([IDS], max_new_tokens=2, prompt_lookup_num_tokens=3, assistant_model=object())
+        generator.generate([IDS], max_new_tokens=2, num_assistant_tokens=3, assistant_model=object())
     (said,) = [str(each.message) for each in recwarn if "speculation" in str(each.message)]
-    assert said.startswith("`assistant_model` and `prompt_lookup_num_tokens` have no effect")
+    assert said.startswith("`assistant_model` and `num_assistant_tokens` have no effect")
     with pytest.warns(UserWarning, match="`use_mtp` has no effect: speculation"):
         resolve(GenerationConfig(use_mtp=True))
 
@@ -281,7 +279,7 @@ def test_speculation_gives_what_generate_gives_with_it() -> None:
 
 def test_speculation_that_a_checkpoint_asks_for_is_nobodys_mistake(recwarn: pytest.WarningsRecorder) -> None:
     model = FAMILIES[FAMILY]()
-    model.generation_config.prompt_lookup_num_tokens = 3
+    model.generation_config.num_assistant_tokens = 3
     for config in (None, copy.deepcopy(model.generation_config)):
         resolve_options(model, config, {"max_new_tokens": 2, "use_mtp": False, "assistant_model": None})
     assert not [each for each in recwarn if "speculation" in str(each.message)]

@@ -238,6 +238,7 @@ class Call:
             self.timekeeper,
             self._notices,
             self._began,
+            self._memory.step_tokens,
         )
         self.answers: Sequence[Request] = requests
         if self.job.widths is not None:

@@ -40,11 +40,13 @@ def report_of(
     lengths = sum(request.prompt_tokens for request in requests)
     seconds = timekeeper.seconds
     recomputed = cache.lost_tokens - cache.still_lost(request for request in lineup.requests if not request.done)
+    drafts = None if isinstance(engine, BeamEngine) else engine.drafts
     if isinstance(engine, BeamEngine):
         decoded = engine.decoded
         recomputed += engine.beam_tokens - decoded
     else:
         decoded = sum(max(request.made - 1, 0) for request in requests) - engine.never_run
+        decoded += 0 if drafts is None else drafts.drafted - drafts.accepted
     # A failed step brought no tokens, but its share of recomputed tokens was counted: hence no less than 0.
     computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
     # The plan's figure for an interrupted call; the actual figure where requests ran without their prefixes.
@@ -71,6 +73,8 @@ def report_of(
         graphs=graphs,
         states=_of_states(cache.slots, slot_bytes, engine.builder.states_handed_on),
         images=images,
+        drafted_tokens=0 if drafts is None else drafts.drafted,
+        accepted_tokens=0 if drafts is None else drafts.accepted,
         idle_tokens=engine.idle_tokens,
         device_memory=device_memory,
         timeline=timekeeper.timeline(seconds, page_bytes, capture_seconds),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +17,10 @@ from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.requests_and_prefixes import FinishReason, Request
-from ..planning.step import Step
+from ..planning.step import Chunk, Step
 from ..sampling.stopping import Endings
 from .device_errors import name_what_ran
+from .drafts import Drafts
 from .smaller_steps import SmallerSteps
 from .timekeeper import Stretch, Timekeeper
 
@@ -70,6 +72,7 @@ class AtOnce:
         self.timekeeper = timekeeper
         self.may_pick_again = may_pick_again
         self._picking = False
+        self._drafted: torch.Tensor | None = None  # [tokens, vocabulary] float32  logits of the latest step's drafts
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         with self.runner.surroundings():
@@ -77,10 +80,25 @@ class AtOnce:
             logits = self.runner.step(batch)
             self._picking = True
             self.timekeeper.switch("tokens")
-            with self.runner.adapted():
-                tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
-            tokens = self._ranks.of_first("picked tokens", tokens)
-        return lambda: np.array(tokens, dtype=np.int64)[:, None]
+            logits = self.runner.in_float32(logits)
+            samples = len(sampling)
+            self._drafted = logits[samples:] if batch.drafted else None
+            tokens = self._picked(logits[:samples], sampling)
+        return lambda: tokens
+
+    def pick_drafted(self, rows: Sequence[int], requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
+        """The next tokens of requests, from these rows of the logits of the latest step's drafts."""
+        assert self._drafted is not None
+        with self.runner.surroundings():
+            return self._picked(
+                self._drafted[torch.tensor(rows, dtype=torch.long, device=self._drafted.device)], requests
+            )
+
+    def _picked(self, logits: torch.Tensor, requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
+        with self.runner.adapted():
+            tokens = self.sampler(logits, requests) if requests else []
+        tokens = self._ranks.of_first("picked tokens", tokens)
+        return np.array(tokens, dtype=np.int64)[:, None]
 
     def tokens_were_seen(self) -> None:
         pass
@@ -102,6 +120,7 @@ class Flight:
     wait: Callable[[], np.ndarray]
     record: Stretch
     replayed: bool  # as a CUDA graph
+    began: float  # by the clock of time.perf_counter
 
 
 class Engine:
@@ -117,7 +136,9 @@ class Engine:
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
         jump: Callable[[Request], int] | None = None,  # appends what must come next, and says how many tokens
+        drafts: Drafts | None = None,
     ) -> None:
+        self.drafts = drafts
         self.jump = jump
         self.jumped = self.never_run = 0  # tokens; of those that were jumped to at an answer's limit none is run
         self.scheduler = scheduler
@@ -158,17 +179,22 @@ class Engine:
                     return
                 if flights and (step is None or self._enough(flights)):
                     flight = flights[0]  # left in the queue: an interrupt in between must find it
-                    idle, jumped = self.idle_tokens, self.jumped
+                    idle, jumped, accepted = self.idle_tokens, self.jumped, 0
                     switch("model")
                     tokens = flight.wait()
                     self.after_waiting()
                     finished = self.collect(flight, tokens)
+                    if self.drafts is not None:
+                        accepted = self._accept(self.drafts, flight, finished)
                     flights.popleft()
                     self.launcher.tokens_were_seen()
                     self.timekeeper.collected(flight.record)
                     if watch is not None:
                         switch("outside")
-                        watch(flight.step, sum(flight.counts) - (self.idle_tokens - idle) + (self.jumped - jumped))
+                        watch(
+                            flight.step,
+                            sum(flight.counts) - (self.idle_tokens - idle) + (self.jumped - jumped) + accepted,
+                        )
                 if finished:
                     switch("results")
                     yield from finished
@@ -202,8 +228,9 @@ class Engine:
 
     def _try(self, step: Step, flights: deque[Flight]) -> None:
         """Launch a step. If it runs out of memory, its parts wait until all others have been seen."""
+        drafts = self.drafts if self.smaller.most is None else None
         try:
-            flights.append(self._launch(step))
+            flights.append(self._launch(step if drafts is None else drafts.added(step)))
         except Exception as error:
             if not self.smaller.takes(error, step, lambda: self.launcher.may_repeat(step.sampling())):
                 raise
@@ -211,6 +238,7 @@ class Engine:
             self.smaller.ran()
 
     def _launch(self, step: Step) -> Flight:
+        began = time.perf_counter()
         batch = self.builder.build(step)
         sampling = step.sampling()
         counts = [1] * len(sampling) if step.times == 1 else [step.times_of(request) for request in sampling]
@@ -222,10 +250,12 @@ class Engine:
         self.steps += step.times
         # With chunks, rows run once.
         decode_tokens = len(step.rows) if step.chunks else sum(counts)
-        prompt_tokens = step.tokens - len(step.rows)
+        if step.is_drafted:
+            decode_tokens = step.tokens
+        prompt_tokens = step.tokens - decode_tokens if step.chunks else 0
         self.model_tokens += prompt_tokens + decode_tokens
         record = self.timekeeper.launched(step.times, prompt_tokens, decode_tokens)
-        return Flight(step, sampling, counts, wait, record, self.launcher.replays)
+        return Flight(step, sampling, counts, wait, record, self.launcher.replays, began)
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """``times``, as ``repeat`` gave it. With a wrong number, rows would write to pages of others."""
@@ -272,9 +302,58 @@ class Engine:
             self.scheduler.finish(request)
         return finished
 
+    def _accept(self, drafts: Drafts, flight: Flight, finished: list[Request]) -> int:
+        """Go on with requests whose guesses are right, as if each had been a step. Gives how many tokens they get.
+
+        ``finished``: those that the step itself has ended; the others that end are added.
+        """
+        first: dict[Chunk, int] = {}  # the row of each draft's first token
+        rows = 0
+        for chunk in flight.step.chunks:
+            if chunk.draft:
+                first[chunk] = rows
+                rows += len(chunk.draft)
+        right = dict.fromkeys(first, 0)
+        going, place = list(first), 0
+        while going := [chunk for chunk in going if _is_right(chunk, place)]:
+            requests = [chunk.unit for chunk in going if isinstance(chunk.unit, Request)]
+            for request in requests:
+                request.computed += 1
+            self.timekeeper.switch("tokens")
+            tokens = drafts.pick([first[chunk] + place for chunk in going], requests)
+            for request in requests:
+                request.expect()
+            finished += self.collect(
+                replace(flight, step=Step(requests), sampling=requests, counts=[1] * len(requests)), tokens
+            )
+            for chunk in going:
+                right[chunk] += 1
+            place += 1
+        for chunk, count in right.items():
+            drafts.seen(chunk, count)
+        for request in finished:
+            drafts.finished(request)
+        if first or not flight.step.chunks:
+            drafts.ran(flight.step.tokens, time.perf_counter() - flight.began)
+        return sum(right.values())
+
     def _out_of_time(self, late: list[Request]) -> list[Request]:
         """End requests whose time is over, with the tokens that they have. No launched step holds more of theirs."""
         for request in late:
             request.end(FinishReason.TIME)
             self.scheduler.finish(request)
+            if self.drafts is not None:
+                self.drafts.finished(request)
         return late
+
+
+def _is_right(chunk: Chunk, place: int) -> bool:
+    """Whether the token at this place of a draft is the one that its request has got there, and its latest."""
+    request, drawn_at = chunk.unit, chunk.end - len(chunk.draft) + place
+    assert isinstance(request, Request)
+    return (
+        place < len(chunk.draft)
+        and not request.done
+        and request.length == drawn_at + 1
+        and request.generated[-1] == chunk.draft[place]
+    )

@@ -30,6 +30,7 @@ from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
 from .device_loop.step_by_step import StepByStep
 from .device_loop.steps_as_graphs import StepsAsGraphs
+from .drafts import Drafts
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
 from .smaller_steps import SmallerSteps
@@ -40,6 +41,8 @@ _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
 _LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
 # A CPU's decode steps get cheaper by the row up to about a hundred rows.
 _GATHER_ROWS = {"cpu": 128}
+# Tokens in a row, for a guess at what follows them. Of a single one that would rarely be right.
+_SHORTEST_LOOKED_FOR, _LONGEST_LOOKED_FOR = 2, 3
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Wiring:
     timekeeper: Timekeeper
     notices: Notices
     began: float
+    step_tokens: int  # the most of a step
     jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
     graphs: StepsAsGraphs | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
 
@@ -68,10 +72,34 @@ class Wiring:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watcher is None else watcher.wanted,
         )
-        endings = self._endings(scheduler)
+        endings, drafts = self._endings(scheduler), self._drafts(scheduler, launcher)
         return Engine(
-            scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler), self.jump
+            scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler), self.jump, drafts
         )
+
+    def _drafts(self, scheduler: BaseScheduler, launcher: Launcher) -> Drafts | None:
+        configs = [each.config for each in self.job.options]
+        if not any(each.prompt_lookup_num_tokens for each in configs):
+            return None
+        why_not = ""
+        if not isinstance(launcher, AtOnce):
+            why_not = "so far only on a CPU"
+        elif self.use.architecture.states:
+            why_not = "not where layers carry a state from token to token, which would have moved on over wrong guesses"
+        elif self._ranks.size > 1:
+            why_not = "not where several processes run the model together"
+        if why_not or not isinstance(launcher, AtOnce):
+            self.notices("drafts", f"`prompt_lookup_num_tokens` has no effect here: tokens are guessed {why_not}")
+            return None
+
+        def most(request: Request) -> int:
+            return configs[request.index].prompt_lookup_num_tokens or 0
+
+        def lengths(request: Request) -> tuple[int, int]:
+            longest = configs[request.index].max_matching_ngram_size or _LONGEST_LOOKED_FOR
+            return min(_SHORTEST_LOOKED_FOR, longest), longest
+
+        return Drafts(most, lengths, self.requests, scheduler.lengthen, launcher.pick_drafted, self.step_tokens)
 
     def beam_engine(self) -> BeamEngine:
         """The loop of a beam search."""

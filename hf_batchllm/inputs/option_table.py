@@ -352,8 +352,19 @@ TABLE: dict[str, OptionRow] = {
         _no_effect("assistant_model", "", kind=OptionKind.ARGUMENT),
         _no_effect("assistant_tokenizer", "", kind=OptionKind.ARGUMENT),
         _no_effect("assistant_early_exit", ""),
-        _no_effect("prompt_lookup_num_tokens", ""),
-        _no_effect("max_matching_ngram_size", ""),
+        _honoured(
+            "prompt_lookup_num_tokens",
+            Where.LATE,
+            "Up to so many tokens are guessed at a time, where that pays: see [drafts.md](drafts.md). On a CPU; "
+            "elsewhere it has no effect so far, and a warning says so.",
+            takes=Takes.WHOLE,
+        ),
+        _honoured(
+            "max_matching_ngram_size",
+            Where.LATE,
+            "Tokens that are looked for, at most 3 by default; what has followed them before is the guess.",
+            takes=Takes.WHOLE,
+        ),
         _no_effect("use_mtp", ""),
         _no_effect("speculation_type", ""),
         _no_effect("num_assistant_tokens", ""),

@@ -151,6 +151,7 @@ class ModelBatch:
     asked: list[Chunk] = field(default_factory=list)  # parts of chunks; the logits of all their tokens are wanted
     states: StateBatch | None = None  # only if the model has layers that carry a state
     image_keys: np.ndarray | None = None  # [tokens]  as ``Prompt.keys``; only if the step has tokens of images
+    drafted: int = 0  # tokens of drafts, whose logits come behind those that are sampled
 
     def to(self, device: torch.device) -> ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
@@ -207,17 +208,20 @@ class BatchBuilder:
         span_begin = span_end - sizes
         every_position = np.arange(int(sizes.sum())) + np.repeat(span_position - span_begin, sizes)
         slots = table.slots_of_each(np.repeat(span_unit, sizes), every_position, self.page_size)
-        ids = np.concatenate([row_ids, *(chunk.unit.tokens(chunk.begin, chunk.end) for chunk in chunks)])
+        ids = np.concatenate([row_ids, *(chunk.ids() for chunk in chunks)])
         ids, image_keys = self._without_keys(ids)
-        last = np.empty(count, dtype=np.int64)  # the place of each chunk's last token, in the order of the step
+        drafted = np.array([len(chunk.draft) for chunk in step.chunks], dtype=np.int64)
+        last = np.empty(count, dtype=np.int64)  # the place of each chunk's last known token, in the order of the step
         last[order] = span_end[rows:] - 1
+        last -= drafted
         sampling = [index for index, chunk in enumerate(step.chunks) if chunk.samples]
         asked: dict[Chunk, int] = {}  # the place of each part's first token
         if self.wanted is not None:
             for chunk, begin in zip(chunks, span_begin[rows:].tolist(), strict=True):
                 asked |= {part: begin + part.begin - chunk.begin for part in self.wanted(chunk)}
         of_asked = [np.arange(first, first + part.end - part.begin) for part, first in asked.items()]
-        logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_asked])
+        of_drafts = [last[index] + 1 + np.arange(drafted[index]) for index in np.flatnonzero(drafted)]
+        logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_drafts, *of_asked])
         sampling_chunks = step.sampling()[rows:]
         made = np.concatenate([row_made, np.array([unit.made for unit in sampling_chunks], dtype=np.int64)])
         row_seats = np.array([request.seat for request in step.rows], dtype=np.int64)
@@ -256,6 +260,7 @@ class BatchBuilder:
             list(asked),
             states,
             image_keys,
+            int(drafted.sum()),
         )
 
     def _is_long(self, chunk: Chunk) -> bool:

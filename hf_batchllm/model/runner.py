@@ -76,12 +76,15 @@ class ModelRunner:
         with current_device(self.architecture.device), self._autocast.applied(), self.backend.products():
             yield
 
-    def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
-        """Run the step's tokens. Gives the logits that are sampled; ``record`` is given those asked for beside."""
+    def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + drafted, vocabulary]
+        """Run the step's tokens. Gives the logits that are sampled, those of drafts behind them.
+
+        ``record`` is given those asked for beside.
+        """
         logits = self.every_row(batch)
         if not batch.asked:
             return logits
-        samples = len(batch.tokens.sample_seats)
+        samples = len(batch.tokens.sample_seats) + batch.drafted
         assert self.record is not None
         self.record(batch.asked, logits[samples:])
         return logits[:samples]

@@ -86,6 +86,13 @@ class BaseScheduler(ABC):
         Without it larger steps are cut into parts, which run one after the other.
         """
 
+    def lengthen(self, request: Request, end: int) -> int:
+        """Reserve pages of a running request up to position ``end``, or to as far as there are some to spare.
+
+        They are for tokens that are guessed, and run beside its last one. Gives the position up to which it has pages.
+        """
+        return request.length
+
     def repeat(self, step: Step, most: int) -> int:
         """How many times in a row a step of rows alone runs before its tokens are looked at, from 1 to ``most``.
 
@@ -136,6 +143,10 @@ class _Adapted(BaseScheduler):
         limit = getattr(self.inner, "limit_steps", None)
         if limit is not None:
             limit(tokens)
+
+    def lengthen(self, request: Request, end: int) -> int:
+        lengthen = getattr(self.inner, "lengthen", None)
+        return request.length if lengthen is None else int(lengthen(request, end))
 
     def repeat(self, step: Step, most: int) -> Any:  # the engine checks what comes back
         repeat = getattr(self.inner, "repeat", None)

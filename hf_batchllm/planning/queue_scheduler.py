@@ -69,6 +69,15 @@ class QueueScheduler(BaseScheduler):
         self._at_work_now.clear()
         return Step()
 
+    def lengthen(self, request: Request, end: int) -> int:
+        """Pages that running requests may need for their next tokens are not to spare."""
+        cache = self.cache
+        spare = max(0, cache.free_pages - len(self.running))
+        end = min(end, request.start + (len(request.pages) + spare) * cache.page_size)
+        if end > request.length:
+            cache.reserve(request, end)
+        return max(end, request.length)
+
     def repeat(self, step: Step, most: int) -> int:
         """The pages of all runs are reserved here."""
         rows = step.rows

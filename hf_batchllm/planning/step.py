@@ -7,21 +7,31 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .requests_and_prefixes import Request, Unit
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``[begin, end)`` of a unit, to run in this step."""
+    """Tokens ``[begin, end)`` of a unit, to run in this step.
+
+    ``draft``: the last of them, if these are guesses at tokens that the request has yet to get.
+    """
 
     unit: Unit
     begin: int
     end: int
+    draft: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
-        """Whether the model's output for the last token of the chunk gives a request its next token."""
-        return isinstance(self.unit, Request) and self.end == self.unit.length
+        """Whether the model's output for the last token before the draft gives a request its next token."""
+        return isinstance(self.unit, Request) and self.end - len(self.draft) == self.unit.length
+
+    def ids(self) -> np.ndarray:
+        known = self.unit.tokens(self.begin, self.end - len(self.draft))
+        return np.append(known, np.array(self.draft, dtype=known.dtype)) if self.draft else known
 
 
 @dataclass(slots=True)
@@ -42,6 +52,11 @@ class Step:
     def tokens(self) -> int:
         """How many tokens one run of the model takes."""
         return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks)
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether tokens that are guessed run in it. Then all of its chunks are decode rows with such tokens."""
+        return any(chunk.draft for chunk in self.chunks)
 
     def times_of(self, request: Request) -> int:
         """How many tokens the step gives a request. Right only until the engine calls ``request.expect``."""

@@ -54,6 +54,8 @@ class RunReport:
         sequences began with that of a prefix; empty for other models. Their bytes count as KV cache.
     images: how many images the vision tower has read, and in how many runs; empty where no prompt shows any.
     idle_tokens: tokens run for answers that had already ended.
+    drafted_tokens: tokens that were guessed and run (``prompt_lookup_num_tokens``).
+    accepted_tokens: those of them that were right, so that a step was saved for their answer.
     scored_tokens: in a call of ``score``, the tokens whose log-probability was asked for. Its sequences are the
         continuations, each with its context; all of their tokens but the last count as prompt tokens.
     timeline: what the steps ran over as time went by, and where the time went (a Timeline); None in a pool.
@@ -84,6 +86,8 @@ class RunReport:
     states: str = ""
     images: str = ""
     idle_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     device_memory: int = 0
     scored_tokens: int = 0
     timeline: Timeline | None = field(default=None, repr=False)
@@ -144,6 +148,9 @@ class RunReport:
             lines.append(f"states     {self.states}")
         if self.images:
             lines.append(f"images     {self.images}")
+        if self.drafted_tokens:
+            right = f"{self.accepted_tokens:,} of them right ({self.accepted_tokens / self.drafted_tokens:.0%})"
+            lines.append(f"drafts     {self.drafted_tokens:,} tokens were guessed, {right}")
         if self.idle_tokens:
             lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
         if self.seed is not None:

@@ -1,0 +1,218 @@
+"""Tokens that are guessed and run together: the same answers in fewer steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support_families import build, random_prompts
+from support_grammars import letters
+from support_letter_tokenizers import EOS
+from support_parity import each_config_with_some, pages_of_memory
+from support_parity import watched as watched  # a fixture
+
+from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm.engine.drafts import Drafts, _Times
+from hf_batchllm.planning.scheduler import FifoScheduler
+from hf_batchllm.sampling.text_lookup import TextLookup
+
+PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
+NEW_TOKENS = 24
+SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequences": 2}
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if steps of any size took as long: all guesses pay."""
+    monkeypatch.setattr(_Times, "of", lambda *_: 1.0)
+
+
+def guess_from(answers: BatchResult, monkeypatch: pytest.MonkeyPatch, wrong: float = 0.2) -> None:
+    """Guesses are what an answer goes on with, but for some tokens."""
+    dice = random.Random(7)
+    known = {(tuple(PROMPTS[each.index]), each.sample): each.token_ids for each in answers}
+
+    def guess(self: TextLookup, sample: int, generated: Sequence[int], most: int) -> list[int]:
+        rest = known[tuple(self._prompt), sample][len(generated) :]
+        some = [*rest, *[dice.randrange(97) for _ in range(3)]][:most]  # some go beyond the answer's end
+        return [dice.randrange(97) if dice.random() < wrong else token for token in some]
+
+    monkeypatch.setattr(TextLookup, "guess", guess)
+
+
+def both(
+    monkeypatch: pytest.MonkeyPatch, family: str, config: dict[str, Any], wrong: float = 0.2, **options: Any
+) -> Any:
+    """Without drafts, and with drafts of which some are wrong."""
+    options = {"max_new_tokens": NEW_TOKENS, "progress": False, **options}
+    with BatchGenerator(build(family), **config) as generator:
+        plain = generator.generate(PROMPTS, **options)
+    with monkeypatch.context() as patch, BatchGenerator(build(family), **config) as generator:
+        guess_from(plain, patch, wrong)
+        drafted = generator.generate(PROMPTS, prompt_lookup_num_tokens=5, **options)
+    return plain, drafted
+
+
+def told(result: BatchResult) -> list[Any]:
+    return [(each.token_ids, each.finish_reason) for each in result]
+
+
+def assert_same(plain: BatchResult, drafted: BatchResult) -> None:
+    assert told(plain) == told(drafted)
+    ours, theirs = drafted.report, plain.report
+    assert ours is not None and theirs is not None
+    assert 0 < ours.accepted_tokens < ours.drafted_tokens and theirs.drafted_tokens == 0
+    assert ours.new_tokens == theirs.new_tokens
+    if not ours.preemptions + theirs.preemptions:
+        assert ours.computed_tokens == theirs.computed_tokens
+        assert ours.model_tokens == theirs.model_tokens + ours.drafted_tokens - ours.accepted_tokens
+    assert f"{ours.accepted_tokens:,} of them right" in str(ours)
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize(
+    ("family", "config"),
+    each_config_with_some(
+        [{}, {"page_size": 3}, {"scheduler": "fifo"}, {"share_prefixes": False}, {"invariant": True}], 1,
+        ["llama", "gemma3", "gpt_oss", "deepseek_v3", "mixtral", "gpt2"],
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_answers_are_the_same(
+    family: str, config: dict[str, Any], options: dict[str, Any], watched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, drafted = both(monkeypatch, family, config, **options)
+    assert_same(plain, drafted)
+    assert drafted.report.steps < plain.report.steps
+    assert all(cache.free_pages == cache.num_pages for cache in watched)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"eos_token_id": list(range(0, 97, 9))},
+    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    {"min_new_tokens": 6, "eos_token_id": list(range(0, 97, 3))},
+    {"stop_strings": ["ab", "c", "de"], "tokenizer": letters()[1]},
+    {"prefix_allowed_tokens_fn": lambda index, ids: list(range(len(ids) % 2, 97, 2))},
+    {"max_new_tokens": 1},
+    {"max_new_tokens": 2},
+    {"guidance_scale": 1.5},
+    {"regex": "[a-f]{3,20}", "eos_token_id": EOS, "tokenizer": letters()[1]},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_options_keep_their_meaning(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dict(options)
+    if "regex" in options:
+        pytest.importorskip("llguidance")
+    tokenizer = options.pop("tokenizer", None)
+    named = {} if tokenizer is None else {"tokenizer": tokenizer}
+    plain, drafted = both(monkeypatch, "llama", {}, **options, **named)
+    assert told(plain) == told(drafted)
+    assert (drafted.report.drafted_tokens > 0) == (options.get("max_new_tokens") not in (1, 2))
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_probabilities_are_those_of_single_steps(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, where that is promised."""
+    more = {"logprobs": 2, "prompt_logprobs": 1, "eos_token_id": [3, 50], **options}
+    plain, drafted = both(monkeypatch, "llama", {"invariant": True}, **more)
+    assert_same(plain, drafted)
+    assert [each.logprobs for each in plain] == [each.logprobs for each in drafted]
+    assert [each.prompt_logprobs for each in plain] == [each.prompt_logprobs for each in drafted]
+
+
+def test_in_little_memory(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that others may need are not taken for guesses; those that are preempted are computed again."""
+    longer = {"max_new_tokens": 60, "eos_token_id": 96}
+    for pages in (24, 32, 40):
+        config = {"page_size": 4, "kv_memory": pages_of_memory(build("llama"), pages, 4)}
+        plain, drafted = both(monkeypatch, "llama", config, **longer)
+        assert told(plain) == told(drafted)
+        assert drafted.report.accepted_tokens > 0
+    assert any(cache.lost_tokens for cache in watched), "some were preempted"
+    assert all(cache.free_pages == cache.num_pages for cache in watched)
+
+
+@pytest.mark.parametrize("most", [1, 3, 9, 40])
+def test_steps_stay_as_small_as_they_may_be(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, own = [], Drafts.ran
+
+    def ran(self: Drafts, tokens: int, seconds: float) -> None:
+        rows.append(tokens)
+        own(self, tokens, seconds)
+
+    monkeypatch.setattr(Drafts, "ran", ran)
+    plain, drafted = both(monkeypatch, "llama", {"max_batch_tokens": most}, wrong=0.0)
+    assert told(plain) == told(drafted)
+    assert max(rows) <= most
+
+
+def test_a_scheduler_of_the_users_own_need_not_know_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lengthens nothing: the last page has room for some."""
+
+    class Own:
+        def __init__(self) -> None:
+            self._inner = FifoScheduler()
+            for name in ("start", "next", "finish"):
+                setattr(self, name, getattr(self._inner, name))
+
+    plain, drafted = both(monkeypatch, "llama", {"scheduler": Own()})
+    assert told(plain) == told(drafted)
+    assert drafted.report.drafted_tokens == 0
+
+
+def test_what_a_text_goes_on_with() -> None:
+    lookup = TextLookup([1, 2, 3, 4, 5, 6, 2, 3], 2, 3)
+    assert lookup.guess(0, [], 3) == [4, 5, 6]
+    assert lookup.guess(0, [4, 5], 8) == [6, 2, 3, 4, 5, 6, 2, 3]  # it repeats itself
+    assert lookup.guess(0, [4, 5, 9], 8) == []
+    assert lookup.guess(0, [4, 5, 9, 7, 8], 8) == []
+    assert lookup.guess(1, [4, 5, 9], 2) == [7, 8], "as another answer to the same prompt did"
+    assert lookup.guess(1, [4, 5, 9, 7, 8], 2) == []
+
+
+@pytest.mark.parametrize(("asked", "lengths"), [(None, (2, 3)), (1, (1, 1)), (5, (2, 5))])
+def test_how_many_tokens_are_looked_for(asked: int | None, lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, own = set(), TextLookup.__init__
+
+    def made(self: TextLookup, prompt: Any, fewest: int, most: int) -> None:
+        seen.add((fewest, most))
+        own(self, prompt, fewest, most)
+
+    monkeypatch.setattr(TextLookup, "__init__", made)
+    given = {} if asked is None else {"max_matching_ngram_size": asked}
+    with BatchGenerator(build("llama")) as generator:
+        generator.generate(PROMPTS, max_new_tokens=4, prompt_lookup_num_tokens=3, progress=False, **given)
+    assert seen == {lengths}
+
+
+def test_only_prompts_that_ask_are_guessed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+
+    asked: set[int] = set()
+    own = Drafts._guess
+
+    def guess(self: Drafts, request: Any) -> list[int]:
+        found = own(self, request)
+        if found:
+            asked.add(request.index)
+        return found
+
+    monkeypatch.setattr(Drafts, "_guess", guess)
+    configs = [
+        GenerationConfig(max_new_tokens=30, prompt_lookup_num_tokens=4 if place % 2 else None) for place in range(8)
+    ]
+    with BatchGenerator(build("llama")) as generator:
+        plain = generator.generate(PROMPTS, max_new_tokens=30, progress=False)
+        assert told(generator.generate(PROMPTS, configs, progress=False)) == told(plain)
+    assert asked and asked <= {1, 3, 5, 7}
+
+
+@pytest.mark.parametrize(("family", "why"), [("mamba", "layers carry a state")])
+def test_where_there_are_none_a_warning_says_so(family: str, why: str) -> None:
+    with BatchGenerator(build(family)) as generator, pytest.warns(UserWarning, match=f"no effect here.*{why}"):
+        result = generator.generate([[1, 2, 1, 2]], max_new_tokens=3, prompt_lookup_num_tokens=4, progress=False)
+    assert result.report is not None and result.report.drafted_tokens == 0
