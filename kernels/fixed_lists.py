@@ -12,9 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from .ranges import GATE, GATE_MERGED, Nodes, Readers, Units, nodes_of
-from .work_lists import BLOCKS, ITEM_FIELDS, MIN_PAGES, TILES, WorkLists, ordinals
+from .work_lists import ITEM_FIELDS, MIN_PAGES, WorkLists, ordinals
 
 PART = 256  # positions; a multiple of all page sizes
+FIXED_TILES = (16, 64, 128)  # lines of a block: query rows x the heads that share a KV head
+_AT_ONCE = (4, 2, 1)  # blocks of each on a multiprocessor
 
 
 def build_fixed(
@@ -35,7 +37,7 @@ def build_fixed(
 
     An item's record has its rows, its entries, its place among its rows' parts, and whether lengths bound its reading.
     """
-    assert group <= TILES[-1], "the heads that share a KV head must fit a tile"
+    assert group <= FIXED_TILES[1], "the heads that share a KV head must fit a tile"
     assert PART % page_size == 0, "a part does not end with a page"
     assert (units.start % page_size == 0).all(), "a unit does not begin with a page of the sequence"
     rows = len(lengths)
@@ -45,15 +47,15 @@ def build_fixed(
     entries = _entries(units, unit, low_page, high_page, page_size)
 
     in_range = row_end - row_begin
-    small = in_range * group <= TILES[0]
-    tile_rows = np.where(small, TILES[0] // group, TILES[1] // group)
-    blocks = -(-in_range // np.maximum(tile_rows, 1))
+    kind = np.searchsorted(FIXED_TILES[:-1], in_range * group)  # [ranges]  which of the tiles
+    tile_rows = np.array(FIXED_TILES)[kind] // group
+    blocks = -(-in_range // tile_rows)
     of_part = PART // page_size  # pages
     first_part = low_page // of_part
     parts = np.where(pages > 0, (high_page - 1) // of_part - first_part + 1, 0)  # [ranges]
     if share is None:
         fair = (pages * blocks).sum() * kv_heads / multiprocessors
-        most = np.where(small, *(max(MIN_PAGES, fair / at_once) for at_once in BLOCKS.values()))
+        most = np.maximum(MIN_PAGES, fair / np.array(_AT_ONCE)[kind])
     else:
         most = np.full(len(pages), share)
     folded = np.clip(np.rint(most / of_part).astype(np.int64), 1, np.maximum(parts, 1))  # parts that one block may fold
@@ -66,8 +68,8 @@ def build_fixed(
     begin = np.cumsum(pages) - pages
     is_own = np.arange(len(pages)) >= len(pages) - len(readers.unit)
     of_tile = {}
-    for size, mine in zip(TILES, (small, ~small), strict=True):
-        which = np.flatnonzero(mine & (splits > 0))
+    for number, size in enumerate(FIXED_TILES):
+        which = np.flatnonzero((kind == number) & (splits > 0))
         if len(which):
             made = (splits * blocks)[which]
             source = np.repeat(which, made)  # [items]
@@ -121,7 +123,7 @@ def _ranges(
         sees_from = np.maximum(lengths[readers.row] - window, 0)
     sees_from -= sees_from % page_size
     whole = nodes.upto - nodes.upto % PART  # [nodes]  the part that is read together
-    mine, read, low = _kept(nodes, whole, sees_from, _saved(nodes, readers, max(1, TILES[-1] // group)), gates)
+    mine, read, low = _kept(nodes, whole, sees_from, _saved(nodes, readers, FIXED_TILES[-1] // group), gates)
     of_reader = np.append(read, 0)[nodes.of_reader]  # -1, for none, finds the 0
     return (
         np.concatenate([readers.row[nodes.first[mine]], readers.row]),

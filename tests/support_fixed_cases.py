@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from support_attention_cases import NAN, Tensors, Variant, random_tensors, reference
 
-from hf_batchllm.kernels.fixed_lists import build_fixed
+from hf_batchllm.kernels.fixed_lists import FIXED_TILES, build_fixed
 from hf_batchllm.kernels.pages_triton import by_page
 from hf_batchllm.kernels.ranges import Readers, Units
-from hf_batchllm.kernels.work_lists import TILES
 
 GROW = 3  # how much decode rows may grow while lists are kept
 
@@ -152,7 +151,7 @@ def attended(
     part_out = torch.full((work.parts, variant.heads, variant.v_dim), NAN, dtype=exact, device=device)
     part_sums = torch.full((work.parts, variant.heads, 2), NAN, dtype=exact, device=device)
     boxes = tuple(map(by_page, (tensors.k, tensors.v)))
-    for tile in TILES:
+    for tile in FIXED_TILES:
         if tile in work.items:
             kernels.attend_fixed(
                 tile, tensors.q, tensors.k, tensors.v, boxes, out, part_out, part_sums, work, now, variant.scale,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModelError
-from ..kernels.fixed_lists import build_fixed
-from ..kernels.work_lists import TILES, WorkLists
+from ..kernels.fixed_lists import FIXED_TILES, build_fixed
+from ..kernels.work_lists import WorkLists
 from ..notices import Notices
 from ..patches.attention_interface import AttentionCall
 from .batch import AttentionBatch
@@ -105,7 +105,7 @@ class FixedKernelAttention(KernelAttention):
         out = q.new_empty(*q.shape[:2], v_cache.shape[2])
         work = self.work.lists(call.window, q.shape[1], k.shape[2], call.sinks is not None)
         parts = self._memory(work.parts, out)
-        for tile in reversed(TILES):  # the long items first
+        for tile in reversed(FIXED_TILES):  # the long items first
             if tile in work.items:
                 backend.fixed.attend(
                     tile, q, k, v, boxes, out, *parts, work, self.work.lengths, call.scale,
