@@ -15,7 +15,7 @@ from support_fuzz_cases import Ask, Case
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
-from hf_batchllm.engine.drafts import _Times
+from hf_batchllm.engine.drafts import Times
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.errors import CacheMemoryError
 from hf_batchllm.model.kv_storage import KVStorage
@@ -169,7 +169,9 @@ class Calls:
         with nullcontext(generator) if generator else self.generator(self.case.config, asks) as used:
             state = torch.get_rng_state(), random.getstate()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_Times, "of", lambda *_: 1.0)  # as if steps of any size took as long: drafts always pay
+                patch.setattr(
+                    Times, "line", lambda _: (1.0, 0.0)
+                )  # as if steps of any size took as long: drafts always pay
                 result = used.generate(**self.arguments(asks), **arguments | self._drafts())
             expect(
                 torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate(),

@@ -6,7 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support_families import build, random_prompts
 from support_grammars import letters
 from support_letter_tokenizers import EOS
@@ -14,8 +16,13 @@ from support_parity import each_config_with_some, pages_of_memory
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.engine.drafts import Drafts, _Times
+from hf_batchllm.engine.drafts import Drafts, Times
+from hf_batchllm.engine.loop import AtOnce
+from hf_batchllm.errors import OptionValueError
+from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler
+from hf_batchllm.planning.step import Step
 from hf_batchllm.sampling.text_lookup import TextLookup
 
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
@@ -26,7 +33,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequenc
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if steps of any size took as long: all guesses pay."""
-    monkeypatch.setattr(_Times, "of", lambda *_: 1.0)
+    monkeypatch.setattr(Times, "line", lambda _: (1.0, 0.0))
 
 
 def guess_from(answers: BatchResult, monkeypatch: pytest.MonkeyPatch, wrong: float = 0.2) -> None:
@@ -165,7 +172,7 @@ def test_a_scheduler_of_the_users_own_need_not_know_of_them(monkeypatch: pytest.
 
 
 def test_what_a_text_goes_on_with() -> None:
-    lookup = TextLookup([1, 2, 3, 4, 5, 6, 2, 3], 2, 3)
+    lookup = TextLookup([1, 2, 3, 4, 5, 6, 2, 3], 3)
     assert lookup.guess(0, [], 3) == [4, 5, 6]
     assert lookup.guess(0, [4, 5], 8) == [6, 2, 3, 4, 5, 6, 2, 3]  # it repeats itself
     assert lookup.guess(0, [4, 5, 9], 8) == []
@@ -174,19 +181,19 @@ def test_what_a_text_goes_on_with() -> None:
     assert lookup.guess(1, [4, 5, 9, 7, 8], 2) == []
 
 
-@pytest.mark.parametrize(("asked", "lengths"), [(None, (2, 3)), (1, (1, 1)), (5, (2, 5))])
+@pytest.mark.parametrize(("asked", "lengths"), [(None, [3, 2]), (1, [1]), (2, [2]), (5, [5, 3, 2]), (99, [16, 3, 2])])
 def test_how_many_tokens_are_looked_for(asked: int | None, lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, own = set(), TextLookup.__init__
+    seen, own = [], TextLookup.__init__
 
-    def made(self: TextLookup, prompt: Any, fewest: int, most: int) -> None:
-        seen.add((fewest, most))
-        own(self, prompt, fewest, most)
+    def made(self: TextLookup, prompt: Any, longest: int) -> None:
+        own(self, prompt, longest)
+        seen.append(self.lengths)
 
     monkeypatch.setattr(TextLookup, "__init__", made)
     given = {} if asked is None else {"max_matching_ngram_size": asked}
     with BatchGenerator(build("llama")) as generator:
         generator.generate(PROMPTS, max_new_tokens=4, prompt_lookup_num_tokens=3, progress=False, **given)
-    assert seen == {lengths}
+    assert seen and all(each == lengths for each in seen)
 
 
 def test_only_prompts_that_ask_are_guessed_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +218,120 @@ def test_only_prompts_that_ask_are_guessed_for(monkeypatch: pytest.MonkeyPatch) 
     assert asked and asked <= {1, 3, 5, 7}
 
 
-@pytest.mark.parametrize(("family", "why"), [("mamba", "layers carry a state")])
-def test_where_there_are_none_a_warning_says_so(family: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "options", "why"),
+    [("mamba", {}, "not where layers carry a state"), ("llama", {"num_beams": 2}, "not in a beam search")],
+)
+def test_where_there_are_none_a_warning_says_so(family: str, options: dict[str, Any], why: str) -> None:
+    asked = {"max_new_tokens": 3, "prompt_lookup_num_tokens": 4, "progress": False, **options}
     with BatchGenerator(build(family)) as generator, pytest.warns(UserWarning, match=f"no effect here.*{why}"):
-        result = generator.generate([[1, 2, 1, 2]], max_new_tokens=3, prompt_lookup_num_tokens=4, progress=False)
+        result = generator.generate([[1, 2, 1, 2]], **asked)
     assert result.report is not None and result.report.drafted_tokens == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt_lookup_num_tokens", -1), ("max_matching_ngram_size", 0)])
+def test_numbers_that_mean_nothing_are_refused(name: str, value: int) -> None:
+    with (
+        BatchGenerator(build("llama")) as generator,
+        pytest.raises(OptionValueError, match=f"{name}.* must be at least"),
+    ):
+        generator.generate([[1, 2]], max_new_tokens=3, **{name: value})
+
+
+def of_memory(monkeypatch: pytest.MonkeyPatch, rows: int) -> list[int]:
+    """Steps of more rows run out of it. Gives the rows of those that do not."""
+    ran, own = [], ModelRunner.step
+
+    def step(self: ModelRunner, batch: Any) -> Any:
+        if len(batch.attention.positions) > rows:
+            raise torch.OutOfMemoryError("no memory for so many rows")
+        ran.append(len(batch.attention.positions))
+        return own(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "step", step)
+    return ran
+
+
+def test_drafts_that_memory_has_no_room_for_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[1 + place, 2, 3] for place in range(8)]
+    with BatchGenerator(build("llama")) as generator:
+        plain = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(TextLookup, "guess", lambda self, sample, generated, most: [1, 2, 3, 4, 5][:most])
+            ran = of_memory(patch, 30)
+            options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 5, "progress": False}
+            drafted = generator.generate(prompts, **options)
+    assert told(plain) == told(drafted)
+    assert min(ran[:-1]) >= 8, "steps without drafts are as large as ever"
+    assert drafted.report is not None and drafted.report.drafted_tokens > 8
+
+
+def test_a_pick_that_memory_has_no_room_for_ends_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, count = AtOnce.pick_drafted, []
+
+    def pick(self: AtOnce, rows: Any, requests: Any) -> Any:
+        count.append(1)
+        if len(count) % 3 == 0:
+            raise torch.OutOfMemoryError("no memory for a pick")
+        return own(self, rows, requests)
+
+    monkeypatch.setattr(AtOnce, "pick_drafted", pick)
+    plain, drafted = both(monkeypatch, "llama", {})
+    assert told(plain) == told(drafted) and len(count) > 6
+
+
+def test_the_report_of_a_call_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, count = AtOnce.pick_drafted, []
+
+    def pick(self: AtOnce, rows: Any, requests: Any) -> Any:
+        count.append(1)
+        if len(count) == 4:
+            raise KeyboardInterrupt
+        return own(self, rows, requests)
+
+    with BatchGenerator(build("llama")) as generator:
+        plain = generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS, progress=False)
+        with monkeypatch.context() as patch:
+            guess_from(plain, patch, 0.0)
+            patch.setattr(AtOnce, "pick_drafted", pick)
+            with pytest.raises(KeyboardInterrupt):
+                generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS, prompt_lookup_num_tokens=5, progress=False)
+        assert generator.last_report is not None
+        assert generator.last_report.computed_tokens == plain.report.computed_tokens
+        assert told(generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS, progress=False)) == told(plain)
+
+
+# -- when they pay ---------------------------------------------------------------------------------------------------
+
+
+def seconds_of(right: float, rows: int, each: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How many times as long it takes with drafts, where guesses are right with this chance, a step takes 1 second and
+    each of its tokens so many beside."""
+    monkeypatch.undo()
+    dice, seconds = random.Random(3), 0.0
+    requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 1000) for place in range(rows)]
+    drafts = Drafts(lambda _: 8, lambda _: 3, requests, lambda _, end: end, lambda *_: np.empty((0, 1)))
+    for request in requests:
+        request.generated, request.computed = [1], 4
+    monkeypatch.setattr(drafts, "_guess", lambda _: [1] * 8)
+    made = 0
+    while made < 400 * rows:
+        step = drafts.added(Step(requests))
+        seconds += (took := 1 + each * step.tokens)
+        made += rows
+        for chunk in step.chunks:
+            accepted = 0
+            while accepted < len(chunk.draft) and dice.random() < right:
+                accepted += 1
+            made += accepted
+            drafts.seen(chunk, accepted)
+        drafts.ran(step.tokens, took)
+    return seconds / (made / rows * (1 + each * rows))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 17, 32, 33])
+@pytest.mark.parametrize("each", [0.01, 0.05, 0.3])
+def test_drafts_cost_little_where_guesses_are_wrong(rows: int, each: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seconds_of(0.0, rows, each, monkeypatch) < 1.03
+    assert seconds_of(0.3, rows, each, monkeypatch) < 1.02
+    assert seconds_of(0.95, rows, each, monkeypatch) < (0.55 if rows * each < 0.5 and rows < 17 else 1.005)

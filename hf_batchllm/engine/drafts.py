@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,34 +15,44 @@ from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk, Step
 from ..sampling.text_lookup import TextLookup
 
-# Of a step that has drafts. Where there are more rows, each costs nearly as much as a step's first one.
-MOST_TOKENS = 64
+MOST_TOKENS = 64  # of a step that has drafts: where there are more rows, the next one costs nearly as much as the first
 _FIRST_RATE = 0.7  # of guesses that are right, before any has been seen
-_MEMORY = 0.8  # how much the rate so far counts beside the latest draft
-_FORGETS = 0.02  # how much nearer to the first rate each step without a draft brings it: texts change
-_TRIED = 64  # steps after which what was measured of steps is measured again
+_LATEST = 0.4  # how much the latest draft counts in a rate
+_DRIFT = 0.02  # how much nearer to the rate of all answers a step without a draft brings that of one: texts change
+_STEPS_IN_TIMES = 0.97  # how much what was measured of steps counts after another step
+_GAIN = 1.03  # so many times as many tokens a second must be expected
+_PROBED = 32  # steps of which no guess pays, after which a few tokens of one are run all the same
+_PROBE = 3  # tokens
 
 
-@dataclass
-class _Times:
-    """Seconds of steps by their number of tokens, in powers of two."""
+class Times:
+    """Seconds of a step by its tokens: a line through what was measured, the latest of it above all."""
 
-    _of: dict[int, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens squared, tokens times seconds
+        self._slope: float | None = None
 
     def note(self, tokens: int, seconds: float) -> None:
-        kind = tokens.bit_length()
-        self._of[kind] = seconds if kind not in self._of else 0.7 * self._of[kind] + 0.3 * seconds
+        self._sums = _STEPS_IN_TIMES * self._sums + [1, tokens, seconds, tokens * tokens, tokens * seconds]
+        x, y, xx, xy = (self._sums[1:] / self._sums[0]).tolist()
+        if xx - x * x > 1e-3:  # steps of different sizes
+            self._slope = max((xy - x * y) / (xx - x * x), 0.0)
 
-    def of(self, tokens: int) -> float | None:
-        return self._of.get(tokens.bit_length())
+    @property
+    def any(self) -> bool:
+        return bool(self._sums[0] > 0)
 
-    def forget(self) -> None:
-        self._of.clear()
+    def line(self) -> tuple[float, float] | None:
+        """Seconds of a step, and of each of its tokens beside; None before steps of two sizes have been seen."""
+        if self._slope is None:
+            return None
+        x, y = (self._sums[1:3] / self._sums[0]).tolist()
+        return max(y - self._slope * x, 0.0), self._slope
 
 
 class Drafts:
     """most: of a request, how many tokens may be guessed at a time; 0: none.
-    lengths: of a request, the fewest and the most tokens that are looked for: what has followed them is the guess.
+    longest: of a request, how many tokens are looked for, at most: what has followed them is the guess.
     lengthen: reserves pages of a request up to a position, and says up to which it has them.
     pick: the next tokens of requests, [requests, 1], from these rows of the logits of the latest step's drafts.
     most_tokens: of a step that has drafts.
@@ -52,7 +61,7 @@ class Drafts:
     def __init__(
         self,
         most: Callable[[Request], int],
-        lengths: Callable[[Request], tuple[int, int]],
+        longest: Callable[[Request], int],
         requests: Sequence[Request],
         lengthen: Callable[[Request, int], int],
         pick: Callable[[Sequence[int], Sequence[Request]], np.ndarray],
@@ -61,30 +70,29 @@ class Drafts:
         self._most_tokens = min(most_tokens, MOST_TOKENS)
         self._unfinished = Counter(request.index for request in requests)  # by prompt
         self._most = most
-        self._lengths = lengths
+        self._longest = longest
         self.pick = pick
         self._lengthen = lengthen
         self._lookups: dict[int, TextLookup] = {}  # by prompt
+        self._rate = _FIRST_RATE  # of all answers
         self._rates: dict[Request, float] = {}
-        self._times = _Times()
-        self._steps = 0
-        self.drafted = self.accepted = 0
+        self._times = Times()
+        self._without = 0  # steps since a draft has run
+        self.drafted = self.accepted = 0  # tokens
 
     def added(self, step: Step) -> Step:
         """The step with drafts, where they pay: rows that have one are chunks there."""
         if step.chunks or step.times > 1 or not step.rows or len(step.rows) >= self._most_tokens:
             return step
         guesses = {request: guess for request in step.rows if (guess := self._guess(request))}
-        guesses = self._that_pay(len(step.rows), guesses)
-        for request in step.rows:
-            if request not in guesses:
-                rate = self._rates.get(request, _FIRST_RATE)
-                self._rates[request] = rate + _FORGETS * (_FIRST_RATE - rate)
+        drafts = self._that_pay(len(step.rows), guesses) if guesses else {}
+        for request in guesses.keys() - drafts.keys():
+            self._rates[request] = self._rate_of(request) + _DRIFT * (self._rate - self._rate_of(request))
         chunks = []
-        for request, guess in guesses.items():
-            end = self._lengthen(request, request.length + len(guess))
-            if draft := guess[: end - request.length]:
-                chunks.append(Chunk(request, request.length - 1, request.length + len(draft), tuple(draft)))
+        for request, draft in drafts.items():
+            end = self._lengthen(request, request.length + len(draft))
+            if there := draft[: end - request.length]:
+                chunks.append(Chunk(request, request.length - 1, request.length + len(there), tuple(there)))
         if not chunks:
             return step
         with_one = {chunk.unit for chunk in chunks}
@@ -95,39 +103,41 @@ class Drafts:
         if most < 1 or request.prompt_keys is not request.prompt_ids:  # with images a guess may be at one of theirs
             return []
         if request.index not in self._lookups:
-            self._lookups[request.index] = TextLookup(request.prompt_ids.tolist(), *self._lengths(request))
+            self._lookups[request.index] = TextLookup(request.prompt_ids.tolist(), self._longest(request))
         return self._lookups[request.index].guess(request.sample, request.generated, most)
 
     def _that_pay(self, rows: int, guesses: dict[Request, list[int]]) -> dict[Request, list[int]]:
-        """The guesses, or the first tokens of each, or none."""
-        if not guesses:
-            return {}
-        self._steps += 1
-        if self._steps % _TRIED == 0:
-            self._times.forget()
-        alone = self._times.of(rows)
-        if alone is None and self._steps > 1:
-            return {}  # such a step is measured first
-        most = max(map(len, guesses.values()))
-        best, best_rate = {}, 0.0 if alone is None else rows / alone
-        while most:
-            some = {request: guess[:most] for request, guess in guesses.items()}
-            tokens = rows + sum(map(len, some.values()))
-            if tokens <= self._most_tokens:
-                seconds = self._times.of(tokens)
-                if seconds is None or alone is None:
-                    return some  # so that it is known
-                gained = sum(self._expected(request, len(guess)) for request, guess in some.items())
-                rate = (rows + gained) / seconds
-                if rate > best_rate:
-                    best, best_rate = some, rate
-            most //= 2
-        return best
+        """Of each guess as many tokens as bring more than they cost."""
+        room = self._most_tokens - rows
+        line = self._times.line()
+        if line is None:  # so that it is known what they cost, beside a step without
+            return _first_of(guesses, dict.fromkeys(list(guesses)[:room], 1)) if self._times.any else {}
+        for_step, for_token = line
+        tokens, seconds = float(rows), for_step + for_token * rows
+        # In the order of how likely each is to be right, and all before it.
+        likely = sorted(
+            (
+                (self._rate_of(request) ** place, number, request)
+                for number, (request, guess) in enumerate(guesses.items())
+                for place in range(1, len(guess) + 1)
+            ),
+            key=lambda each: (-each[0], each[1]),
+        )
+        counts: Counter[Request] = Counter()
+        for chance, _, request in likely[:room]:
+            if chance * seconds < _GAIN * for_token * tokens:
+                break
+            counts[request] += 1
+            tokens, seconds = tokens + chance, seconds + for_token
+        self._without = 0 if counts else self._without + 1
+        if self._without >= _PROBED:
+            self._without = 0
+            longest = max(guesses, key=lambda request: len(guesses[request]))
+            counts[longest] = min(_PROBE, room)
+        return _first_of(guesses, counts)
 
-    def _expected(self, request: Request, tokens: int) -> float:
-        """How many of so many guesses are right in a row."""
-        rate = self._rates.get(request, _FIRST_RATE)
-        return float(tokens) if rate >= 1 else rate * (1 - rate**tokens) / (1 - rate)
+    def _rate_of(self, request: Request) -> float:
+        return self._rates.get(request, self._rate)
 
     def ran(self, tokens: int, seconds: float) -> None:
         """A step of decode rows, and of drafts beside them, has taken so long."""
@@ -136,15 +146,21 @@ class Drafts:
     def seen(self, chunk: Chunk, accepted: int) -> None:
         """So many tokens of a chunk's draft were right."""
         assert isinstance(chunk.unit, Request)
-        self.drafted += len(chunk.draft)
-        self.accepted += accepted
         # Of guesses up to the first wrong one: what stands behind it tells nothing.
-        rate = accepted / min(len(chunk.draft), accepted + 1)
-        if not chunk.unit.done:
-            self._rates[chunk.unit] = _MEMORY * self._rates.get(chunk.unit, _FIRST_RATE) + (1 - _MEMORY) * rate
+        latest = accepted / min(len(chunk.draft), accepted + 1)
+        self._rates[chunk.unit] = self._rate_of(chunk.unit) + _LATEST * (latest - self._rate_of(chunk.unit))
+        self._rate += _LATEST / max(4, len(self._rates)) * (latest - self._rate)
+
+    def too_large(self, step: Step) -> None:
+        """It ran out of memory."""
+        self._most_tokens = step.tokens // 2
 
     def finished(self, request: Request) -> None:
         self._rates.pop(request, None)
         self._unfinished[request.index] -= 1
         if not self._unfinished[request.index]:
             self._lookups.pop(request.index, None)
+
+
+def _first_of(guesses: dict[Request, list[int]], counts: dict[Request, int]) -> dict[Request, list[int]]:
+    return {request: guesses[request][:count] for request, count in counts.items() if count > 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from ..model.batch import BatchBuilder, ModelBatch
+from ..model.device_memory import is_out_of_memory
 from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
@@ -226,12 +228,19 @@ class Engine:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
         return self._next(must_wait) if self.smaller.cut(step) else step
 
-    def _try(self, step: Step, flights: deque[Flight]) -> None:
+    def _try(self, step: Step, flights: deque[Flight], may_draft: bool = True) -> None:
         """Launch a step. If it runs out of memory, its parts wait until all others have been seen."""
-        drafts = self.drafts if self.smaller.most is None else None
+        drafts = self.drafts if may_draft and self.smaller.most is None else None
+        drafted = step if drafts is None else drafts.added(step)
         try:
-            flights.append(self._launch(step if drafts is None else drafts.added(step)))
+            flights.append(self._launch(drafted))
         except Exception as error:
+            may_repeat = drafted is not step and is_out_of_memory(error)
+            if may_repeat and drafts is not None and self.launcher.may_repeat(step.sampling()):
+                traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
+                drafts.too_large(drafted)
+                self.launcher.put_back(step)
+                return self._try(step, flights, may_draft=False)
             if not self.smaller.takes(error, step, lambda: self.launcher.may_repeat(step.sampling())):
                 raise
         else:
@@ -250,8 +259,9 @@ class Engine:
         self.steps += step.times
         # With chunks, rows run once.
         decode_tokens = len(step.rows) if step.chunks else sum(counts)
-        if step.is_drafted:
+        if self.drafts is not None and step.is_drafted:
             decode_tokens = step.tokens
+            self.drafts.drafted += step.tokens - len(sampling)
         prompt_tokens = step.tokens - decode_tokens if step.chunks else 0
         self.model_tokens += prompt_tokens + decode_tokens
         record = self.timekeeper.launched(step.times, prompt_tokens, decode_tokens)
@@ -317,15 +327,19 @@ class Engine:
         going, place = list(first), 0
         while going := [chunk for chunk in going if _is_right(chunk, place)]:
             requests = [chunk.unit for chunk in going if isinstance(chunk.unit, Request)]
+            self.timekeeper.switch("tokens")
+            try:
+                tokens = drafts.pick([first[chunk] + place for chunk in going], requests)
+            except Exception as error:
+                if is_out_of_memory(error) and self.launcher.may_repeat(requests):
+                    break  # these tokens are run again
+                raise
             for request in requests:
                 request.computed += 1
-            self.timekeeper.switch("tokens")
-            tokens = drafts.pick([first[chunk] + place for chunk in going], requests)
-            for request in requests:
                 request.expect()
-            finished += self.collect(
-                replace(flight, step=Step(requests), sampling=requests, counts=[1] * len(requests)), tokens
-            )
+            once_more = replace(flight, step=Step(requests), sampling=requests, counts=[1] * len(requests))
+            finished += self.collect(once_more, tokens)
+            drafts.accepted += len(going)
             for chunk in going:
                 right[chunk] += 1
             place += 1

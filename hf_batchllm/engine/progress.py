@@ -138,8 +138,8 @@ class Progress:
             return
         now = self._clock()
         seconds, self._latest = max(now - self._latest, _LEAST_STEP), now
-        run = step.tokens - len(step.rows)
-        begun = step.sampling()[len(step.rows) :]
+        run = 0 if step.is_drafted else step.tokens - len(step.rows)
+        begun = [] if step.is_drafted else step.sampling()[len(step.rows) :]
         for request in begun:
             if isinstance(request, Branch):
                 self._waiting -= self._beams_of.pop(request.index, 0)

@@ -41,8 +41,7 @@ _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
 _LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
 # A CPU's decode steps get cheaper by the row up to about a hundred rows.
 _GATHER_ROWS = {"cpu": 128}
-# Tokens in a row, for a guess at what follows them. Of a single one that would rarely be right.
-_SHORTEST_LOOKED_FOR, _LONGEST_LOOKED_FOR = 2, 3
+_LOOKED_FOR = 3  # tokens in a row, for a guess at what follows them
 
 
 @dataclass
@@ -89,20 +88,27 @@ class Wiring:
         elif self._ranks.size > 1:
             why_not = "not where several processes run the model together"
         if why_not or not isinstance(launcher, AtOnce):
-            self.notices("drafts", f"`prompt_lookup_num_tokens` has no effect here: tokens are guessed {why_not}")
+            self._say_no_drafts(why_not)
             return None
 
         def most(request: Request) -> int:
             return configs[request.index].prompt_lookup_num_tokens or 0
 
-        def lengths(request: Request) -> tuple[int, int]:
-            longest = configs[request.index].max_matching_ngram_size or _LONGEST_LOOKED_FOR
-            return min(_SHORTEST_LOOKED_FOR, longest), longest
+        def longest(request: Request) -> int:
+            return configs[request.index].max_matching_ngram_size or _LOOKED_FOR
 
-        return Drafts(most, lengths, self.requests, scheduler.lengthen, launcher.pick_drafted, self.step_tokens)
+        return Drafts(most, longest, self.requests, scheduler.lengthen, launcher.pick_drafted, self.step_tokens)
+
+    def _say_no_drafts(self, why_not: str) -> None:
+        """Where the call asks for them; what a checkpoint asks for is nobody's mistake."""
+        own = getattr(getattr(self.use.model, "generation_config", None), "prompt_lookup_num_tokens", None)
+        asked = {each.config.prompt_lookup_num_tokens for each in self.job.options} - {own, None, 0}
+        if asked:
+            self.notices("drafts", f"`prompt_lookup_num_tokens` has no effect here: tokens are guessed {why_not}")
 
     def beam_engine(self) -> BeamEngine:
         """The loop of a beam search."""
+        self._say_no_drafts("not in a beam search")
         if self.config.scheduler != "groups":
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
         job, tensors = self.job, self.outputs.tensors

@@ -50,6 +50,9 @@ def check_generation_config(given: Any, name: str = "generation_config") -> None
     raise UnsupportedOptionError(name, f"must be a transformers.GenerationConfig, not {a_kind(given)}: {hint}")
 
 
+_LEAST = {"num_return_sequences": 1, "num_beams": 1, "prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
+
+
 def check_values(options: Mapping[str, Any]) -> None:
     """The kind of each value, and the ranges that hold for every model."""
     for name, value in options.items():
@@ -72,9 +75,9 @@ def check_values(options: Mapping[str, Any]) -> None:
             raise OptionValueError(name, why)
     if options.get("max_new_tokens") is not None and options["max_new_tokens"] <= 0:
         raise OptionValueError("max_new_tokens", f"must be greater than 0, but is {options['max_new_tokens']}")
-    for name in ("num_return_sequences", "num_beams"):
-        if options.get(name) is not None and options[name] < 1:
-            raise OptionValueError(name, f"must be at least 1, but is {options[name]}")
+    for name, least in _LEAST.items():
+        if options.get(name) is not None and options[name] < least:
+            raise OptionValueError(name, f"must be at least {least}, but is {options[name]}")
 
 
 def _is_real(value: Any) -> bool:

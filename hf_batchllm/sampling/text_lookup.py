@@ -7,45 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# Of a single token what followed it would rarely be right, and more than so many tell no more.
+_USUAL, _MOST = (3, 2), 16
+_PROMPT = -1
+
 
 class TextLookup:
-    """What has been said of one prompt. ``fewest``, ``most``: the tokens that are looked for; the longest run first."""
+    """What has been said of one prompt. ``longest``: the most tokens that are looked for."""
 
-    def __init__(self, prompt: Sequence[int], fewest: int, most: int) -> None:
-        self._lengths = range(most, fewest - 1, -1)
-        self._texts: list[list[int]] = []
-        self._indexed: list[int] = []  # how many tokens of each text have been followed by one that is known
+    def __init__(self, prompt: Sequence[int], longest: int) -> None:
+        longest = min(longest, _MOST)
+        self.lengths = sorted({longest, *(min(longest, each) for each in _USUAL)}, reverse=True)
         self._prompt = list(prompt)
+        self._before = self._prompt[-longest:]  # what an answer's first tokens stand behind
         self._places: dict[tuple[int, ...], tuple[int, int]] = {}  # a run -> (text, place of what followed it last)
-        self._of: dict[int, int] = {}  # sample -> text
+        self._texts: dict[int, list[int]] = {}  # of each sample, that and its answer
+        self._index(_PROMPT, self._prompt, 1)
 
     def guess(self, sample: int, generated: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that may follow an answer; ``generated``: its tokens so far."""
-        which = self._of.get(sample)
-        if which is None:
-            which = self._of[sample] = len(self._texts)
-            self._texts.append(self._prompt.copy())
-            self._indexed.append(0)
-        text = self._texts[which]
-        text += generated[len(text) - len(self._prompt) :]
-        self._index(which)
-        for length in self._lengths:
+        text = self._texts.setdefault(sample, self._before.copy())
+        known = len(text)
+        text += generated[known - len(self._before) :]
+        self._index(sample, text, max(known, len(self._before)))
+        for length in self.lengths:
             found = self._places.get(tuple(text[-length:])) if len(text) >= length else None
             if found is not None:
-                return self._from(*found, most)
+                return self._from(*found, sample, most)
         return []
 
-    def _index(self, which: int) -> None:
-        text = self._texts[which]
-        for place in range(self._indexed[which] + 1, len(text)):
-            for length in self._lengths:
+    def _index(self, which: int, text: Sequence[int], begin: int) -> None:
+        """The runs that are followed by the tokens from ``begin`` on."""
+        for place in range(begin, len(text)):
+            for length in self.lengths:
                 if place >= length:
                     self._places[tuple(text[place - length : place])] = which, place
-        self._indexed[which] = len(text) - 1
 
-    def _from(self, which: int, place: int, most: int) -> list[int]:
-        """What stands there. A text that comes to its end goes on as it did from that place: it repeats itself."""
-        text = self._texts[which]
-        there = text[place : place + most]
-        period = len(text) - place
-        return there + [there[at % period] for at in range(len(there), most)]
+    def _from(self, which: int, place: int, sample: int, most: int) -> list[int]:
+        """What stands there. Where an answer's own text comes to its end, it goes on as from that place."""
+        if which == _PROMPT:
+            there = self._prompt[place : place + most]
+            there += self._texts[sample][len(self._before) :][: most - len(there)]
+        else:
+            there = self._texts[which][place : place + most]
+            if which != sample:
+                return there
+        return there + [there[at % len(there)] for at in range(len(there), most)]
