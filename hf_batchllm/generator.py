@@ -47,6 +47,7 @@ from .results.missing_names import OF_A_GENERATOR, no_such
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
+from .sampling.earlier_answers import EarlierAnswers
 
 T = TypeVar("T")
 
@@ -89,6 +90,7 @@ class BatchGenerator:
             warn_of_compiled(base_model(model), self._notices)
         refuse_what_varies(model, self.architecture, self.config)
         check_backend(self.config, self.architecture.device, self._notices)
+        self._earlier = EarlierAnswers()
         self._kv = KVMemory(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
@@ -339,6 +341,7 @@ class BatchGenerator:
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then close()")
         self._kv.close()
+        self._earlier.forget()
         self._fusion.unmerge()
         self.architecture.ranks.close()
         self._closed = True
@@ -389,7 +392,16 @@ class BatchGenerator:
         self.last_report = None
         with self.architecture.ranks.failing_together(ends=False):
             self.architecture = self._kv.architecture = look_again(self.architecture, self.model)
-        return Call(self.model, self.architecture, self.config, self._kv, self._notices, self._fusion, **of_several)
+        return Call(
+            self.model,
+            self.architecture,
+            self.config,
+            self._kv,
+            self._notices,
+            self._fusion,
+            self._earlier,
+            **of_several,
+        )
 
     # -- results -----------------------------------------------------------------------------------------------
 

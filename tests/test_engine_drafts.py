@@ -23,6 +23,7 @@ from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler
 from hf_batchllm.planning.step import Step
+from hf_batchllm.sampling.earlier_answers import EarlierAnswers
 from hf_batchllm.sampling.text_lookup import TextLookup
 
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
@@ -179,14 +180,54 @@ def test_what_a_text_goes_on_with() -> None:
     assert lookup.guess(0, [4, 5, 9, 7, 8], 8) == []
     assert lookup.guess(1, [4, 5, 9], 2) == [7, 8], "as another answer to the same prompt did"
     assert lookup.guess(1, [4, 5, 9, 7, 8], 2) == []
+    lookup = TextLookup([1, 2, 3], 3, [[4, 5, 6], [4, 5, 7, 8]])
+    assert lookup.guess(0, [], 4) == [4, 5, 7, 8], "the latest one"
+    assert lookup.guess(0, [4, 5], 4) == [7, 8]
+    assert lookup.guess(0, [4, 5, 6], 4) == []
+
+
+def test_answers_of_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same once more, sampled and greedy; and of another adapter none."""
+    asked: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False, "prompt_lookup_num_tokens": 8}
+    for options in ({}, SAMPLED):
+        with BatchGenerator(build("llama")) as generator:
+            first = generator.generate(PROMPTS, **options, **asked)
+            again = generator.generate(PROMPTS[::-1], **options, **asked)
+            kept = generator._earlier.tokens
+            assert kept > 0
+            others = generator.generate([[*each, 5] for each in PROMPTS], **options, **asked)
+        if not options:
+            assert told(again)[::-1] == told(first)
+        assert generator._earlier.tokens == 0, "none is kept by a generator that was closed"
+        ours, theirs = again.report, first.report
+        assert ours is not None and theirs is not None and others.report is not None
+        assert ours.accepted_tokens > 1.5 * max(theirs.accepted_tokens, others.report.accepted_tokens) or options
+        assert ours.steps < 0.6 * theirs.steps or options
+
+
+def test_how_many_answers_are_kept() -> None:
+    kept = EarlierAnswers(most_tokens=100)
+    requests = [Request(place, np.array([1, 2, place], dtype=np.int32), 50) for place in range(12)]
+    for request in requests:
+        request.generated = [request.index] * 10
+        kept.take(request)
+    assert kept.tokens == 100 and not kept.of(requests[0]) and not kept.of(requests[1])
+    assert [answer.tolist() for answer in kept.of(requests[2])] == [[2] * 10]
+    for _ in range(20):
+        kept.take(requests[11])
+    assert len(kept.of(requests[11])) <= 16 and kept.tokens <= 100
+    other = Request(0, np.array([1, 2, 11], dtype=np.int32), 50, key="an adapter")
+    assert not kept.of(other)
+    kept.forget()
+    assert kept.tokens == 0 and not kept.of(requests[11])
 
 
 @pytest.mark.parametrize(("asked", "lengths"), [(None, [3, 2]), (1, [1]), (2, [2]), (5, [5, 3, 2]), (99, [16, 3, 2])])
 def test_how_many_tokens_are_looked_for(asked: int | None, lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, own = [], TextLookup.__init__
 
-    def made(self: TextLookup, prompt: Any, longest: int) -> None:
-        own(self, prompt, longest)
+    def made(self: TextLookup, prompt: Any, longest: int, earlier: Any) -> None:
+        own(self, prompt, longest, earlier)
         seen.append(self.lengths)
 
     monkeypatch.setattr(TextLookup, "__init__", made)

@@ -30,6 +30,7 @@ from ..planning.lineup import Lineup
 from ..planning.requests_and_prefixes import Branch, FinishReason, Request
 from ..planning.step import Step
 from ..results.run_report import RunReport
+from ..sampling.earlier_answers import EarlierAnswers
 from ..wording import counted, shown_size
 from .adapter_turns import AdapterTurns
 from .beams.loop import BeamEngine
@@ -72,6 +73,7 @@ class Call:
         kv: KVMemory,
         notices: Notices,
         fusion: Fusion,
+        earlier: EarlierAnswers,
         claims: Claims | None = None,  # where several processes run the call
         news: News | None = None,  # where ranks have the model together, and the first one hears of something meanwhile
         began: float | None = None,  # when the call did, if that was elsewhere
@@ -79,6 +81,7 @@ class Call:
         self._config = config
         self._claims, self._news = claims, news
         self._kv = kv
+        self._earlier = earlier
         self._notices = notices
         self._use = ModelInUse(model, architecture, config, fusion, notices)
         self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
@@ -239,6 +242,7 @@ class Call:
             self._notices,
             self._began,
             self._memory.step_tokens,
+            self._earlier,
         )
         self.answers: Sequence[Request] = requests
         if self.job.widths is not None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk, Step
+from ..sampling.earlier_answers import EarlierAnswers
 from ..sampling.text_lookup import TextLookup
 
 MOST_TOKENS = 64  # of a step that has drafts: where there are more rows, the next one costs nearly as much as the first
@@ -56,6 +57,7 @@ class Drafts:
     lengthen: reserves pages of a request up to a position, and says up to which it has them.
     pick: the next tokens of requests, [requests, 1], from these rows of the logits of the latest step's drafts.
     most_tokens: of a step that has drafts.
+    earlier: answers of earlier calls; those of this one are added.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Drafts:
         lengthen: Callable[[Request, int], int],
         pick: Callable[[Sequence[int], Sequence[Request]], np.ndarray],
         most_tokens: int = MOST_TOKENS,
+        earlier: EarlierAnswers | None = None,
     ) -> None:
+        self._earlier = EarlierAnswers() if earlier is None else earlier
         self._most_tokens = min(most_tokens, MOST_TOKENS)
         self._unfinished = Counter(request.index for request in requests)  # by prompt
         self._most = most
@@ -103,7 +107,8 @@ class Drafts:
         if most < 1 or request.prompt_keys is not request.prompt_ids:  # with images a guess may be at one of theirs
             return []
         if request.index not in self._lookups:
-            self._lookups[request.index] = TextLookup(request.prompt_ids.tolist(), self._longest(request))
+            earlier = [answer.tolist() for answer in self._earlier.of(request)]
+            self._lookups[request.index] = TextLookup(request.prompt_ids.tolist(), self._longest(request), earlier)
         return self._lookups[request.index].guess(request.sample, request.generated, most)
 
     def _that_pay(self, rows: int, guesses: dict[Request, list[int]]) -> dict[Request, list[int]]:
@@ -157,6 +162,8 @@ class Drafts:
 
     def finished(self, request: Request) -> None:
         self._rates.pop(request, None)
+        if self._most(request):
+            self._earlier.take(request)
         self._unfinished[request.index] -= 1
         if not self._unfinished[request.index]:
             self._lookups.pop(request.index, None)

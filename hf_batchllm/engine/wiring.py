@@ -16,6 +16,7 @@ from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.scheduler import make_scheduler
+from ..sampling.earlier_answers import EarlierAnswers
 from ..sampling.forced_tokens import ForcedTokens
 from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
@@ -59,6 +60,7 @@ class Wiring:
     notices: Notices
     began: float
     step_tokens: int  # the most of a step
+    earlier: EarlierAnswers
     jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
     graphs: StepsAsGraphs | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
 
@@ -97,7 +99,9 @@ class Wiring:
         def longest(request: Request) -> int:
             return configs[request.index].max_matching_ngram_size or _LOOKED_FOR
 
-        return Drafts(most, longest, self.requests, scheduler.lengthen, launcher.pick_drafted, self.step_tokens)
+        return Drafts(
+            most, longest, self.requests, scheduler.lengthen, launcher.pick_drafted, self.step_tokens, self.earlier
+        )
 
     def _say_no_drafts(self, why_not: str) -> None:
         """Where the call asks for them; what a checkpoint asks for is nobody's mistake."""

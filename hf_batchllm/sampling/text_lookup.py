@@ -1,11 +1,11 @@
 """Guesses at the next tokens of an answer: what followed its last few tokens earlier on, or in another answer.
 
-All answers to a prompt are looked up together, so that each may go on as another one did.
+All answers to a prompt are looked up together, those of earlier calls too, so that each may go on as another one did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Of a single token what followed it would rarely be right, and more than so many tell no more.
 _USUAL, _MOST = (3, 2), 16
@@ -13,16 +13,22 @@ _PROMPT = -1
 
 
 class TextLookup:
-    """What has been said of one prompt. ``longest``: the most tokens that are looked for."""
+    """What has been said of one prompt.
 
-    def __init__(self, prompt: Sequence[int], longest: int) -> None:
+    ``longest``: the most tokens that are looked for. ``earlier``: answers to the prompt, the latest one last.
+    """
+
+    def __init__(self, prompt: Sequence[int], longest: int, earlier: Iterable[Sequence[int]] = ()) -> None:
         longest = min(longest, _MOST)
         self.lengths = sorted({longest, *(min(longest, each) for each in _USUAL)}, reverse=True)
         self._prompt = list(prompt)
         self._before = self._prompt[-longest:]  # what an answer's first tokens stand behind
         self._places: dict[tuple[int, ...], tuple[int, int]] = {}  # a run -> (text, place of what followed it last)
-        self._texts: dict[int, list[int]] = {}  # of each sample, that and its answer
+        self._texts: dict[int, list[int]] = {}  # of each sample, that and its answer; of earlier ones below ``_PROMPT``
         self._index(_PROMPT, self._prompt, 1)
+        for number, answer in enumerate(earlier, start=1):
+            text = self._texts[_PROMPT - number] = [*self._before, *answer]
+            self._index(_PROMPT - number, text, len(self._before))
 
     def guess(self, sample: int, generated: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that may follow an answer; ``generated``: its tokens so far."""
