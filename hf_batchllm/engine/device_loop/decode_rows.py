@@ -108,7 +108,8 @@ class RowsWork(WorkSource):
         _, heads, kv_heads, sinks = key
         at_once = self._multiprocessors // kv_heads + 1
         blocks = self.rows * (heads // kv_heads) // 64 + 1
-        items = {16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once}
+        large = 4 * blocks + self.rows // 2 + 4 * at_once
+        items = {16: 2 * self.rows + 6 * at_once, 64: large, 128: large}
         sizes = {tile: 0 if work is None else _with_slack(len(work.items.get(tile, ()))) for tile in sorted(met.tiles)}
         with torch.inference_mode(False):  # filled for bursts that may run outside of it
             room = WorkLists.room(

@@ -1,0 +1,42 @@
+"""invariant=True in a GPU's loop: decode rows at fixed addresses, over the twins of the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support_device_loop import run_over_twins
+from support_families import build
+from support_fuzz_calls import multiply_in_blocks
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.engine.device_loop.decode_rows import RowsWork
+from hf_batchllm.kernels.fixed_lists import FIXED_TILES
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_many_rows_on_one_prefix(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of all sizes: what is shared is read by 80 rows, then by fewer, each of which has some of its own."""
+    run_over_twins(monkeypatch)
+    multiply_in_blocks(monkeypatch)
+    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    tiles: set[int] = set()
+    own = RowsWork.load
+
+    def load(self: RowsWork, step: Any) -> None:
+        own(self, step)
+        tiles.update(tile for room in self.rooms for tile in room.items)
+
+    monkeypatch.setattr(RowsWork, "load", load)
+    shared = [7 * place % 97 for place in range(256)]
+    prompts = [[*shared, place % 90, place // 90, 3] for place in range(80)]
+    lengths = [3 + place % 20 for place in range(80)]
+    config: dict[str, Any] = {"invariant": True, "page_size": 16, "steps_per_sync": 8 if prepared else 2}
+    with BatchGenerator(build("llama"), **config) as generator:
+        options: dict[str, Any] = {"logprobs": 0, "progress": False}
+        every = list(generator.generate(prompts, max_new_tokens=24, **options))
+        for place in (0, 33, 79):
+            (alone,) = generator.generate([prompts[place]], max_new_tokens=lengths[place], **options)
+            assert alone.token_ids == every[place].token_ids[: lengths[place]]
+            assert alone.logprobs == every[place].logprobs[: lengths[place]]
+    assert tiles >= {FIXED_TILES[0], FIXED_TILES[-1]}
