@@ -39,7 +39,7 @@ class Stop:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._is_meant(frame.f_code) or _called_by(frame) == "__del__":  # where Python drops any error
             return self._pass
-        if event in ("call", "line") and frame.f_code not in self.OUTSIDE:
+        if event in ("call", "line") and frame.f_code not in self.OUTSIDE and not _in_a_handler_of_contextlib(frame):
             self.count += 1
             if self.count == self.at:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -74,6 +74,11 @@ class Stop:
             return call()
         finally:
             sys.settrace(before)
+
+
+def _in_a_handler_of_contextlib(frame: FrameType) -> bool:
+    """Raised there by a trace, an interrupt leaves an exception behind, from which all later ones seem to stem."""
+    return sys.exc_info()[0] is StopIteration and os.path.basename(frame.f_code.co_filename) == "contextlib.py"
 
 
 def _called_by(frame: FrameType) -> str:
