@@ -49,6 +49,14 @@ def _nothing(M: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def _next_part(out, peak, total, acc, part_total, part_peak, M: tl.constexpr, V: tl.constexpr):
+    """Fold the part that is over, and begin the next one from nothing."""
+    out, peak, total = _fold(out, peak, total, acc, part_peak, tl.max(part_total, 1))
+    acc, part_total, part_peak = _nothing(M, V)
+    return out, peak, total, acc, part_total, part_peak
+
+
+@triton.jit
 def _load_seen(
     pages,  # [pages, PAGE, KV_HEADS, DIM]
     page,
@@ -176,10 +184,9 @@ def _attend_fixed(
         k_box = _load_whole(k_pages, k_boxes, page, i % BOXES * BOX, kv_head, BOX, QK_DIM, PAGE, KV_HEADS, DESCRIPTORS)
         v_box = _load_whole(v_pages, v_boxes, page, i % BOXES * BOX, kv_head, BOX, V_DIM, PAGE, KV_HEADS, DESCRIPTORS)
         if (position % PART == 0) & (i > 0):
-            out_so_far, peak_so_far, total_so_far = _fold(
-                out_so_far, peak_so_far, total_so_far, acc, peak, tl.max(total, 1)
+            out_so_far, peak_so_far, total_so_far, acc, total, peak = _next_part(
+                out_so_far, peak_so_far, total_so_far, acc, total, peak, BLOCK_M, block_of(V_DIM)
             )
-            acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
         acc, total, peak = _add_box(
             acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
         )
@@ -190,10 +197,9 @@ def _attend_fixed(
         k_box = _load_seen(k_pages, page, i % BOXES * BOX, kv_head, seen, BOX, QK_DIM, PAGE, KV_HEADS)
         v_box = _load_seen(v_pages, page, i % BOXES * BOX, kv_head, seen, BOX, V_DIM, PAGE, KV_HEADS)
         if (position % PART == 0) & (i > 0):
-            out_so_far, peak_so_far, total_so_far = _fold(
-                out_so_far, peak_so_far, total_so_far, acc, peak, tl.max(total, 1)
+            out_so_far, peak_so_far, total_so_far, acc, total, peak = _next_part(
+                out_so_far, peak_so_far, total_so_far, acc, total, peak, BLOCK_M, block_of(V_DIM)
             )
-            acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
         acc, total, peak = _add_box(
             acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
         )

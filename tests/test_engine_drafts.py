@@ -159,7 +159,7 @@ def test_steps_stay_as_small_as_they_may_be(most: int, monkeypatch: pytest.Monke
 
 
 def test_a_scheduler_of_the_users_own_need_not_know_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lengthens nothing: the last page has room for some."""
+    """It lengthens nothing, so there are none, which a warning says."""
 
     class Own:
         def __init__(self) -> None:
@@ -167,7 +167,8 @@ def test_a_scheduler_of_the_users_own_need_not_know_of_them(monkeypatch: pytest.
             for name in ("start", "next", "finish"):
                 setattr(self, name, getattr(self._inner, name))
 
-    plain, drafted = both(monkeypatch, "llama", {"scheduler": Own()})
+    with pytest.warns(UserWarning, match="no effect here: Own has no room for guesses"):
+        plain, drafted = both(monkeypatch, "llama", {"scheduler": Own()})
     assert told(plain) == told(drafted)
     assert drafted.report.drafted_tokens == 0
 
@@ -261,7 +262,7 @@ def test_only_prompts_that_ask_are_guessed_for(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("family", "options", "why"),
-    [("mamba", {}, "not where layers carry a state"), ("llama", {"num_beams": 2}, "not in a beam search")],
+    [("mamba", {}, "its layers carry a state"), ("llama", {"num_beams": 2}, "no tokens are guessed in a beam search")],
 )
 def test_where_there_are_none_a_warning_says_so(family: str, options: dict[str, Any], why: str) -> None:
     asked = {"max_new_tokens": 3, "prompt_lookup_num_tokens": 4, "progress": False, **options}

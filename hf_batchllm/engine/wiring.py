@@ -12,7 +12,7 @@ from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks
 from ..notices import Notices
-from ..planning.base_scheduler import BaseScheduler, scheduler_name
+from ..planning.base_scheduler import BaseScheduler, lengthens, scheduler_name
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.scheduler import make_scheduler
@@ -84,11 +84,17 @@ class Wiring:
             return None
         why_not = ""
         if not isinstance(launcher, AtOnce):
-            why_not = "so far only on a CPU"
+            why_not = "so far tokens are guessed on a CPU alone"
         elif self.use.architecture.states:
-            why_not = "not where layers carry a state from token to token, which would have moved on over wrong guesses"
+            why_not = "its layers carry a state from token to token, which would have moved on over wrong guesses"
         elif self._ranks.size > 1:
-            why_not = "not where several processes run the model together"
+            why_not = "several processes run the model together"
+        elif self.requests and all(each.prompt_keys is not each.prompt_ids for each in self.requests):
+            why_not = "no tokens are guessed for prompts with images"
+        elif not lengthens(scheduler):
+            why_not = (
+                f"{scheduler_name(scheduler)} has no room for guesses: see `lengthen` in hf_batchllm.BaseScheduler"
+            )
         if why_not or not isinstance(launcher, AtOnce):
             self._say_no_drafts(why_not)
             return None
@@ -108,11 +114,11 @@ class Wiring:
         own = getattr(getattr(self.use.model, "generation_config", None), "prompt_lookup_num_tokens", None)
         asked = {each.config.prompt_lookup_num_tokens for each in self.job.options} - {own, None, 0}
         if asked:
-            self.notices("drafts", f"`prompt_lookup_num_tokens` has no effect here: tokens are guessed {why_not}")
+            self.notices("drafts", f"`prompt_lookup_num_tokens` has no effect here: {why_not}")
 
     def beam_engine(self) -> BeamEngine:
         """The loop of a beam search."""
-        self._say_no_drafts("not in a beam search")
+        self._say_no_drafts("no tokens are guessed in a beam search")
         if self.config.scheduler != "groups":
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
         job, tensors = self.job, self.outputs.tensors

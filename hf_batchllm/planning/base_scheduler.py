@@ -107,6 +107,13 @@ def scheduler_name(scheduler: BaseScheduler) -> str:
     return type(scheduler.inner if isinstance(scheduler, _Adapted) else scheduler).__name__
 
 
+def lengthens(scheduler: BaseScheduler) -> bool:
+    """Whether it has a ``lengthen`` of its own."""
+    inner = scheduler.inner if isinstance(scheduler, _Adapted) else scheduler
+    own = getattr(inner, "lengthen", None)
+    return own is not None and getattr(own, "__func__", own) is not BaseScheduler.lengthen
+
+
 def as_base_scheduler(given: Any) -> BaseScheduler:
     """``given`` itself, or around an object of another class, which need not have the optional abilities."""
     return given if isinstance(given, BaseScheduler) else _Adapted(given)
