@@ -8,10 +8,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from hf_batchllm.errors import RanksError
 from hf_batchllm.model import rank_watch
 from hf_batchllm.model.rank_watch import RankWatch
+from hf_batchllm.model.tensor_ranks import TensorRanks
 
 GRACE = 0.4
 
@@ -111,11 +113,45 @@ def test_a_call_within_a_call_leaves_the_outer_one_watched() -> None:
         assert all(each.wait(10) for each in ended)
 
 
+def gone(watch: RankWatch) -> None:
+    for peer in watch._peers.values():
+        peer.shutdown(2)  # as the system does when a process ends
+
+
 def test_a_process_that_is_gone_ends_the_group_at_once() -> None:
     watches, ended = two_watches()
     with watches[0].during_a_call():
         began = time.monotonic()
-        for peer in watches[1]._peers.values():
-            peer.shutdown(2)  # as the system does when a process ends
+        gone(watches[1])
         assert ended[0].wait(10) and time.monotonic() - began < GRACE
     assert watches[0].failure == (1, "is gone: its process was killed, or has ended")
+
+
+def test_a_process_that_is_gone_while_hosts_exchange_something_ends_the_group_later() -> None:
+    """The host may come back from there to a device that waits."""
+    watches, ended = two_watches()
+    with watches[0].during_a_call():
+        watches[0].start()
+        with watches[0].listening():
+            gone(watches[1])
+            assert not ended[0].wait(GRACE / 2)
+        assert ended[0].wait(10)
+
+
+def test_hosts_that_find_one_gone_end_the_group_at_once() -> None:
+    """The call is over for them then, and their devices still wait."""
+
+    class Gone:
+        ReduceOp = torch.distributed.ReduceOp
+
+        def all_reduce(self, *given: Any, **named: Any) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    watches, ended = two_watches()
+    ranks = TensorRanks(watch=watches[0])
+    ranks.size, ranks._dist = 2, Gone()
+    with pytest.raises(RanksError, match="one of the 2 ranks that run this model together is gone"):
+        ranks.meet("a step")
+    assert ended[0].wait(10)
+    with pytest.raises(RanksError, match=r"one of the 2 that run this .* is gone: .*start the processes"):
+        ranks.check()

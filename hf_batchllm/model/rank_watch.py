@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import RanksError
 
+_GONE = "is gone: its process was killed, or has ended"
 _GRACE = 5.0  # seconds in which a host comes to the next thing that ranks exchange, if it does not wait for its device
 _open: set[RankWatch] = set()
 
@@ -49,7 +50,9 @@ class RankWatch:
         self._listens = False  # the host is where the others' failures reach it
         # When the group is ended, unless the host comes before; the rank, what it said, and whether it is gone.
         self._due: tuple[float, int, str, bool] | None = None
-        self.failure: tuple[int, str] | None = None  # the rank, and what has become of it; the group is ended then
+        self._gone: int | None = None  # the rank whose end has been seen
+        # The rank if it is known, and what has become of it; the group is ended then.
+        self.failure: tuple[int | None, str] | None = None
         _open.add(self)
         threading.Thread(target=self._watch, name="hf_batchllm-ranks", daemon=True).start()
 
@@ -117,7 +120,7 @@ class RankWatch:
                     self._end(rank, why)
                 elif self._calls:
                     self._due = time.monotonic() + self._grace, rank, why, gone
-            if not waiting.get_map():
+            if not waiting.get_map() and self._due is None:
                 waiting.close()
                 self.close()
                 return
@@ -128,7 +131,8 @@ class RankWatch:
         except OSError:
             data = b""
         if not data:
-            self._heard(rank, "is gone: its process was killed, or has ended", gone=True)
+            self._gone = rank
+            self._heard(rank, _GONE, gone=True)
             return False
         *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
         for line in lines:
@@ -150,7 +154,12 @@ class RankWatch:
         if self.failure is None:
             self._end(rank, why)
 
-    def _end(self, rank: int, why: str) -> None:
+    def end_as_one_is_gone(self) -> None:
+        """As hosts have found when they exchanged something: this one's device may still wait for that rank."""
+        if self.failure is None:
+            self._end(self._gone, _GONE)
+
+    def _end(self, rank: int | None, why: str) -> None:
         self.failure = rank, why
         self._send({"ended": rank, "why": why})  # one that has ended it already does not answer
         # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.

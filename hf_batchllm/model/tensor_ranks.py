@@ -236,12 +236,15 @@ class TensorRanks:
         """What has come from the device means nothing where a rank has failed meanwhile: an error then."""
         if self._watch is not None and self._watch.failure is not None:
             rank, why = self._watch.failure
+            one = "one" if rank is None else f"rank {rank}"
             raise RanksError(
-                f"rank {rank} of the {self.size} that run this model together {why}. The others had waited for it on "
+                f"{one} of the {self.size} that run this model together {why}. The others had waited for it on "
                 "their devices, and their connection was ended: start the processes again"
             )
 
     def _one_is_gone(self) -> RanksError:
+        if self._watch is not None:
+            self._watch.end_as_one_is_gone()
         return RanksError(
             f"one of the {self.size} ranks that run this model together is gone: its process was killed, or has ended"
         )
