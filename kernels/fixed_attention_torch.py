@@ -1,7 +1,8 @@
 """Attention in plain PyTorch whose results for a row do not depend on what stands beside it, to the last bit.
 
 A row meets its keys in parts that end at fixed positions, whatever pages they lie in and however many there are. Each
-part is a product of the same shape, padded by keys that are not seen. Parts are merged in the order of their positions.
+is a product of the same shape, padded by keys that are not seen, or is folded from such products, page by page. Parts
+are merged in the order of their positions.
 """
 
 from __future__ import annotations
@@ -100,31 +101,30 @@ def attend_fixed(
 ) -> None:
     """The twin of the kernel in ``fixed_attention_triton``, item by item."""
     page_size, exact = k_pages.shape[1], torch.promote_types(q.dtype, torch.float32)
-    for row, rows, begin, _, end, part, is_own, _ in work.items[tile][: int(work.counts[tile])].tolist():
+    for row, rows, begin, _, end, part, is_own, carried in work.items[tile][: int(work.counts[tile])].tolist():
         assert rows * (q.shape[1] // k_pages.shape[2]) <= tile, "an item of more lines than its tile has"
-        page, _, first, _ = work.entries[begin:end].long().unbind(1)
         at = torch.arange(row, row + rows, device=q.device)
-        merged = Merged(rows, q.shape[1], v_pages.shape[3], exact, q.device)
-        key = (first[:, None] + torch.arange(page_size, device=q.device)).flatten()  # [keys]
-        slot = (page[:, None] * page_size + torch.arange(page_size, device=q.device)).flatten()
-        reach = int(lengths[row + rows - 1]) if is_own else int(key[-1]) + 1
-        for start in range(int(key[0]) // PART * PART, min(int(key[-1]) + 1, reach), PART):
-            mine = (key >= start) & (key < min(start + PART, reach))
-            if not mine.any():
-                continue
-            slots = torch.zeros(PART, dtype=torch.long, device=q.device)  # at its place in the part, or not seen
-            there = torch.zeros(PART, dtype=torch.bool, device=q.device)
-            slots[key[mine] - start], there[key[mine] - start] = slot[mine], True
-            position = start + torch.arange(PART, device=q.device)
-            seen = there & (position < lengths[at, None])
+        all_rows = at - row
+        merged, of_part = (Merged(rows, q.shape[1], v_pages.shape[3], exact, q.device) for _ in range(2))
+        if carried >= 0:
+            slot = work.row_parts[at].long() + carried
+            of_part.out[:], (of_part.total[:], of_part.peak[:]) = part_out[slot], part_sums[slot].unbind(-1)
+        for page, _, first, _ in work.entries[begin:end].tolist():
+            if first % PART == 0:
+                merged.add(all_rows, of_part.out, of_part.total, of_part.peak)
+                of_part = Merged(rows, q.shape[1], v_pages.shape[3], exact, q.device)
+            key = first + torch.arange(page_size, device=q.device)
+            there = key < (lengths[at[-1]] if is_own else first + page_size)
+            seen = there & (key < lengths[at, None])
             if window is not None:
-                seen &= position >= lengths[at, None] - window
+                seen &= key >= lengths[at, None] - window
             # What no row sees is not even read: a free page may hold NaN, and 0 x NaN is NaN.
             k, v = (
-                torch.where(there[:, None, None], pages.flatten(0, 1)[slots], 0).expand(rows, -1, -1, -1)
+                torch.where(there[:, None, None], pages[page], 0).expand(rows, -1, -1, -1)
                 for pages in (k_pages, v_pages)
             )
-            merged.add(torch.arange(rows, device=q.device), *attend_parts(q[at], k, v, seen, scale, softcap))
+            of_part.add(all_rows, *attend_parts(q[at], k, v, seen, scale, softcap))
+        merged.add(all_rows, of_part.out, of_part.total, of_part.peak)
         if part < 0:
             out[at] = merged.result().to(out.dtype)
             continue

@@ -3,7 +3,8 @@
 A block has some lines (query rows x the heads that share a KV head) and some of their parts, from fixed_lists.py. Each
 part is computed from nothing, box by box, and folded into what comes before it. Boxes lie at multiples of their size in
 the sequence, and a line hides what it does not see. A box that no line sees, or a part, changes nothing: not a bit. So
-which rows stand beside a row, and which blocks compute its parts, make no difference to it, to the last bit.
+which rows stand beside a row, and which blocks compute its parts, make no difference to it, to the last bit. A block
+that goes on with a part begins with what the launch of a larger tile has stored of it, in float32 as it was.
 """
 
 from __future__ import annotations
@@ -54,6 +55,20 @@ def _next_part(out, peak, total, acc, part_total, part_peak, M: tl.constexpr, V:
     out, peak, total = _fold(out, peak, total, acc, part_peak, tl.max(part_total, 1))
     acc, part_total, part_peak = _nothing(M, V)
     return out, peak, total, acc, part_total, part_peak
+
+
+@triton.jit
+def _load_state(
+    part_out, part_sums, part_row, head, valid, HEADS: tl.constexpr, M: tl.constexpr, V_DIM: tl.constexpr
+):  # fmt: skip
+    """What lines have of a part of which an earlier launch has computed the beginning."""
+    place = part_row.to(tl.int64) * HEADS + head
+    at = tl.arange(0, block_of(V_DIM))
+    inside = valid[:, None] & (at < V_DIM)[None, :]
+    acc = tl.load(part_out + place[:, None] * V_DIM + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(part_sums + 2 * place, mask=valid, other=0.0).to(tl.float32)
+    peak = tl.load(part_sums + 2 * place + 1, mask=valid, other=float("-inf")).to(tl.float32)
+    return acc, tl.broadcast_to(total[:, None], [M, _SUMS]), peak
 
 
 @triton.jit
@@ -127,7 +142,7 @@ def _attend_fixed(
     out,  # [rows, heads, V_DIM]
     part_out,  # [parts, heads, V_DIM] float32; not divided
     part_sums,  # [parts, heads, 2] float32: the sum of weights, and the largest score in log2
-    items,
+    items,  # tiles are launched from the largest down
     n_items,
     entries,
     row_parts,
@@ -176,6 +191,12 @@ def _attend_fixed(
     peak_so_far = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_so_far = tl.zeros([BLOCK_M], tl.float32)
     acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
+    carried = tl.load(record + 7)
+    if carried >= 0:
+        acc, total, peak = _load_state(
+            part_out, part_sums, tl.load(row_parts + line_row, mask=valid, other=0) + carried,
+            head, valid, KV_HEADS * GROUP, BLOCK_M, V_DIM,
+        )  # fmt: skip
 
     whole = tokens // BOX
     for i in tl.range(0, whole):
@@ -216,6 +237,20 @@ def _attend_fixed(
 
 
 @triton.jit
+def _load_part(
+    part_out, part_sums, part, end, head, at, inside, HEADS: tl.constexpr, V_DIM: tl.constexpr
+):  # fmt: skip
+    """The values, the largest score and the sum of weights of some heads in a part."""
+    seen = part < end
+    row = part * HEADS
+    values = tl.load(part_out + row * V_DIM + at, mask=inside & seen, other=0.0)
+    sums = part_sums + 2 * (row + head)
+    total = tl.load(sums, mask=(head < HEADS) & seen, other=0.0)
+    peak = tl.load(sums + 1, mask=(head < HEADS) & seen, other=float("-inf"))
+    return values, peak, total
+
+
+@triton.jit
 def _merge_fixed(
     out,  # [rows, heads, V_DIM]
     part_out,  # [parts, heads, V_DIM] float32
@@ -228,37 +263,39 @@ def _merge_fixed(
     BLOCK_H: tl.constexpr,
 ):
     row = tl.program_id(0)
-    begin = tl.load(row_parts + row)
-    end = tl.load(row_parts + row + 1)
+    begin = tl.load(row_parts + row).to(tl.int64)
+    end = tl.load(row_parts + row + 1).to(tl.int64)
     if not SINKS and end - begin == 1:
         return  # its only item has written the output
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, block_of(V_DIM))
     at = head[:, None] * V_DIM + dim[None, :]  # [H, D]
-    there = head < HEADS
-    inside = there[:, None] & (dim < V_DIM)[None, :]
+    inside = (head < HEADS)[:, None] & (dim < V_DIM)[None, :]
     acc = tl.zeros([BLOCK_H, block_of(V_DIM)], tl.float32)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    sums = part_sums + begin.to(tl.int64) * (2 * HEADS) + 2 * head
-    values = part_out + begin.to(tl.int64) * (HEADS * V_DIM) + at
-    for _ in tl.range(begin, end):
-        part_total = tl.load(sums, mask=there, other=0.0)
-        part_peak = tl.load(sums + 1, mask=there, other=float("-inf"))
-        value = tl.load(values, mask=inside, other=0.0)
-        acc, peak, total = _fold(acc, peak, total, value, part_peak, part_total)
-        sums += 2 * HEADS
-        values += HEADS * V_DIM
+    for first in tl.range(begin, end, 4):  # their loads wait together; a part beyond the last changes nothing
+        one = _load_part(part_out, part_sums, first, end, head, at, inside, HEADS, V_DIM)
+        two = _load_part(part_out, part_sums, first + 1, end, head, at, inside, HEADS, V_DIM)
+        three = _load_part(part_out, part_sums, first + 2, end, head, at, inside, HEADS, V_DIM)
+        four = _load_part(part_out, part_sums, first + 3, end, head, at, inside, HEADS, V_DIM)
+        acc, peak, total = _fold(acc, peak, total, one[0], one[1], one[2])
+        acc, peak, total = _fold(acc, peak, total, two[0], two[1], two[2])
+        acc, peak, total = _fold(acc, peak, total, three[0], three[1], three[2])
+        acc, peak, total = _fold(acc, peak, total, four[0], four[1], four[2])
     if SINKS:  # logits without a value
-        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + head, mask=head < HEADS, other=0.0).to(tl.float32) * LOG2E
         total += tl.exp2(sink - tl.where(peak == float("-inf"), 0.0, peak))
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + row.to(tl.int64) * (HEADS * V_DIM) + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def _launch(card: Card, tile: int, widest: int, itemsize: int) -> Launch:
-    if tile == FIXED_TILES[-1] and card.descriptors and widest <= 128 and itemsize == 2:
-        return Launch(tile, 8, 2)  # K and V are read half as often as with 64 lines, which then takes longest
+    if tile > FIXED_TILES[0] and card.descriptors and itemsize == 2:
+        if widest > 128:  # what lines have so far and what they have of a part: 4 warps would spill a kilobyte
+            return Launch(64, 8, 2)
+        if tile == FIXED_TILES[-1]:
+            return Launch(tile, 8, 2)  # K and V are read half as often as with 64 lines, which then takes longest
     return card.decode(tile, widest, itemsize)
 
 

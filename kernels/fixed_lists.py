@@ -3,8 +3,11 @@
 Keys are cut into parts at multiples of PART positions. A row's parts are folded into its result in the order of their
 positions, each computed as if there were no other. So a block may compute one part, or a row's first few and fold them;
 what is shared by several rows, how work is divided among blocks, and how many rows there are change no bit. For that,
-units begin with a page at a multiple of the page size, and a shared prefix is read together up to its last whole part:
-what is left of it is read by its readers, each with its own pages.
+units begin with a page at a multiple of the page size.
+
+Where a shared prefix ends within a part, its readers go on with that part from what the block of the prefix has stored
+of it. That block must have run: tiles are launched from the largest down, and a prefix has a larger tile than what
+follows it. Where no larger tile is left, the prefix is read together up to its last whole part.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from .work_lists import ITEM_FIELDS, MIN_PAGES, WorkLists, ordinals
 PART = 256  # positions; a multiple of all page sizes
 FIXED_TILES = (16, 64, 128)  # lines of a block: query rows x the heads that share a KV head
 _AT_ONCE = (4, 2, 1)  # blocks of each on a multiprocessor
+# What blocks need not read of a prefix that is read together must be so many tokens for each line: each line's values
+# are written and read once more, in float32. Prompts of many tokens would gain nothing, as they wait for products.
+_TOKENS_A_LINE = 8
 
 
 def build_fixed(
@@ -35,19 +41,21 @@ def build_fixed(
 ) -> WorkLists:
     """Lists for ``attend_fixed`` and ``merge_fixed``, in the form of other lists.
 
-    An item's record has its rows, its entries, its place among its rows' parts, and whether lengths bound its reading.
+    An item's record has its rows, its entries, its place among its rows' parts, whether lengths bound its reading, and
+    the place of the part with which it goes on, or -1.
     """
     assert group <= FIXED_TILES[1], "the heads that share a KV head must fit a tile"
     assert PART % page_size == 0, "a part does not end with a page"
     assert (units.start % page_size == 0).all(), "a unit does not begin with a page of the sequence"
     rows = len(lengths)
-    row_begin, row_end, level, low, high, unit = _ranges(units, readers, lengths, group, page_size, window, gates)
+    row_begin, row_end, level, low, high, unit, kind, goes_on = _ranges(
+        units, readers, lengths, group, page_size, window, gates
+    )
     low_page, high_page = low // page_size, -(-high // page_size)
     pages = np.maximum(high_page - low_page, 0)  # [ranges]
     entries = _entries(units, unit, low_page, high_page, page_size)
 
     in_range = row_end - row_begin
-    kind = np.searchsorted(FIXED_TILES[:-1], in_range * group)  # [ranges]  which of the tiles
     tile_rows = np.array(FIXED_TILES)[kind] // group
     blocks = -(-in_range // tile_rows)
     of_part = PART // page_size  # pages
@@ -58,15 +66,18 @@ def build_fixed(
         most = np.maximum(MIN_PAGES, fair / np.array(_AT_ONCE)[kind])
     else:
         most = np.full(len(pages), share)
-    folded = np.clip(np.rint(most / of_part).astype(np.int64), 1, np.maximum(parts, 1))  # parts that one block may fold
+    is_own = np.arange(len(pages)) >= len(pages) - len(readers.unit)
+    is_open = ~is_own & (high % PART > 0)  # others go on with its last part
+    # The parts that one block may fold.
+    folded = np.clip(np.rint(most / of_part).astype(np.int64), 1, np.maximum(parts - is_open, 1))
     folded = np.where(_begins(row_begin, row_end, level, pages, rows), folded, 1)
     splits = np.where(parts > 0, parts - folded + 1, 0)  # the first of them has ``folded`` parts, the others one each
-    part, in_row = ordinals(row_begin, row_end, level, splits, rows)
+    part, in_row = ordinals(row_begin, row_end, level, splits - goes_on, rows)
+    part -= goes_on  # it takes the place of the part with which it goes on
     row_parts = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(in_row, out=row_parts[1:])
 
     begin = np.cumsum(pages) - pages
-    is_own = np.arange(len(pages)) >= len(pages) - len(readers.unit)
     of_tile = {}
     for number, size in enumerate(FIXED_TILES):
         which = np.flatnonzero((kind == number) & (splits > 0))
@@ -85,19 +96,21 @@ def build_fixed(
             offset = begin[source] - low_page[source]
             records[:, 2] = records[:, 3] = offset + np.maximum(part_from * of_part, low_page[source])
             records[:, 4] = offset + np.minimum(part_to * of_part, high_page[source])
-            records[:, 5] = np.where(direct & (in_row[row] == 1), -1, part[source] + nth_split)
+            records[:, 5] = np.where(direct & (in_row[row] == 1) & ~is_open[source], -1, part[source] + nth_split)
             records[:, 6] = is_own[source]
+            records[:, 7] = np.where(goes_on[source] & (nth_split == 0), part[source], -1)
             of_tile[size] = records[np.argsort(records[:, 2] - records[:, 4], kind="stable")]  # longest first
 
+    merges = not direct or bool((in_row != 1).any())
     work = WorkLists.room(
         rows=rows,
         items={size: len(records) for size, records in of_tile.items()},
         entries=max(1, len(entries)),
-        parts=int(row_parts[-1]),
+        parts=int(row_parts[-1]) if merges or is_open.any() else 0,  # of thousands of rows they would take much memory
         device="cpu",
         direct=direct,
     )
-    work.merges = not direct or bool((in_row != 1).any())
+    work.merges = merges
     for size, records in of_tile.items():
         work.items[size].numpy()[: len(records)] = records
         work.counts[size].fill_(len(records))
@@ -122,33 +135,76 @@ def _ranges(
     if window is not None:
         sees_from = np.maximum(lengths[readers.row] - window, 0)
     sees_from -= sees_from % page_size
-    whole = nodes.upto - nodes.upto % PART  # [nodes]  the part that is read together
-    mine, read, low = _kept(nodes, whole, sees_from, _saved(nodes, readers, FIXED_TILES[-1] // group), gates)
-    of_reader = np.append(read, 0)[nodes.of_reader]  # -1, for none, finds the 0
+    whole, kind = _together(nodes, readers, group)  # [nodes]
+    saved = _saved(nodes, readers, FIXED_TILES[-1] // group, group)
+    mine, read, low = _kept(nodes, whole, sees_from, saved, gates)
+    read_before = np.append(read, 0)  # -1, for none, finds the 0
+    of_node, of_reader = read_before[nodes.parent[mine]], read_before[nodes.of_reader]
+    low = np.concatenate([low[mine], np.maximum(of_reader, sees_from)])
+    before = np.concatenate([of_node, of_reader])
     return (
         np.concatenate([readers.row[nodes.first[mine]], readers.row]),
         np.concatenate([end_of_rows[nodes.end[mine] - 1], end_of_rows]),
         np.concatenate([nodes.level[mine], np.full(len(readers.unit), nodes.levels, dtype=np.int64)]),
-        np.concatenate([low[mine], np.maximum(of_reader, sees_from)]),
+        low,
         np.concatenate([whole[mine], readers.end]),
         np.concatenate([nodes.unit[mine], readers.unit]),
+        np.concatenate([kind[mine], _kinds(readers.rows, group)]),
+        (low == before) & (before % PART > 0),
     )
 
 
-def _saved(nodes: Nodes, readers: Readers, rows_of_a_tile: int) -> np.ndarray:  # [nodes]
-    """Of what the blocks of a node's readers read of it, the share that they do not read if they do so together."""
+def _kinds(rows: np.ndarray, group: int) -> np.ndarray:
+    """Which of the tiles so many rows fill."""
+    return np.searchsorted(FIXED_TILES[:-1], rows * group)
+
+
+def _together(nodes: Nodes, readers: Readers, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """The position up to which a node is read together, and its tile [nodes].
+
+    Others go on within its last part only if there is a tile for it that is larger than all of theirs.
+    """
+    rows = np.append(0, np.cumsum(readers.rows))
+    kind = _kinds(rows[nodes.end] - rows[nodes.first], group)
+    upto = nodes.upto - nodes.upto % PART
+    below = np.zeros(len(nodes) + 1, dtype=np.int64)  # the largest tile of what follows a node; the last one is for -1
+    ends = np.full(len(nodes) + 1, np.iinfo(np.int64).max)  # where the first of its readers ends
+    np.maximum.at(below, nodes.of_reader, _kinds(readers.rows, group))
+    np.minimum.at(ends, nodes.of_reader, readers.end)
+    for level in reversed(range(nodes.levels)):
+        mine = np.flatnonzero(nodes.level == level)
+        larger = np.maximum(kind[mine], below[mine] + 1)
+        can = (nodes.upto[mine] % PART > 0) & (larger < len(FIXED_TILES)) & (ends[mine] > nodes.upto[mine])
+        upto[mine] = np.where(can, nodes.upto[mine], upto[mine])
+        kind[mine] = np.where(can, larger, kind[mine])
+        np.maximum.at(below, nodes.parent[mine], np.maximum(kind[mine], below[mine]))
+        np.minimum.at(ends, nodes.parent[mine], ends[mine])
+    return upto, kind
+
+
+def _saved(
+    nodes: Nodes, readers: Readers, rows_of_a_tile: int, group: int
+) -> tuple[np.ndarray, np.ndarray]:  # both [nodes]
+    """Of what the blocks of a node's readers read of it, the share that they do not read if they do so together; and
+    the blocks that need not read it, for each line."""
     blocks = np.append(0, np.cumsum(-(-readers.rows // rows_of_a_tile)))
     rows = np.append(0, np.cumsum(readers.rows))
-    together = -(-(rows[nodes.end] - rows[nodes.first]) // rows_of_a_tile)
-    saved: np.ndarray = 1 - together / np.maximum(blocks[nodes.end] - blocks[nodes.first], 1)
-    return saved
+    here = rows[nodes.end] - rows[nodes.first]
+    alone = blocks[nodes.end] - blocks[nodes.first]
+    less = alone - -(-here // rows_of_a_tile)
+    return less / np.maximum(alone, 1), less / np.maximum(here * group, 1)
 
 
 def _kept(
-    nodes: Nodes, whole: np.ndarray, sees_from: np.ndarray, saved: np.ndarray, gates: tuple[float, float]
+    nodes: Nodes,
+    whole: np.ndarray,
+    sees_from: np.ndarray,
+    saved: tuple[np.ndarray, np.ndarray],
+    gates: tuple[float, float],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The nodes that become ranges; up to where each node, or one around it, is read by a range [nodes]; and from where
     a node's range reads [nodes]."""
+    share, for_each_line = saved
     seen = np.zeros(len(nodes), dtype=np.int64)
     if len(nodes):
         bounds = np.stack([nodes.first, nodes.end], axis=1).ravel()
@@ -164,7 +220,7 @@ def _kept(
         low[mine] = np.maximum(before, seen[mine])
         gate = np.where(merged[mine], gates[1], gates[0])
         size = whole[mine] - low[mine]
-        kept[mine] = (size > 0) & (size * saved[mine] >= gate)
+        kept[mine] = (size > 0) & (size * share[mine] >= gate) & (size * for_each_line[mine] >= _TOKENS_A_LINE)
         merged[mine] |= kept[mine]
         read[mine] = np.where(kept[mine], whole[mine], before)
     return np.flatnonzero(kept), read, low

@@ -151,7 +151,7 @@ def attended(
     part_out = torch.full((work.parts, variant.heads, variant.v_dim), NAN, dtype=exact, device=device)
     part_sums = torch.full((work.parts, variant.heads, 2), NAN, dtype=exact, device=device)
     boxes = tuple(map(by_page, (tensors.k, tensors.v)))
-    for tile in FIXED_TILES:
+    for tile in reversed(FIXED_TILES):
         if tile in work.items:
             kernels.attend_fixed(
                 tile, tensors.q, tensors.k, tensors.v, boxes, out, part_out, part_sums, work, now, variant.scale,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support_attention_cases import Variant, assert_near
@@ -14,7 +15,9 @@ from support_fixed_cases import GROW, FixedCase, attended, fixed_case, row_by_ro
 from support_kernels import DEVICE, kernel, plain
 
 from hf_batchllm.kernels import fixed_attention_torch, fixed_attention_triton
-from hf_batchllm.kernels.fixed_lists import PART
+from hf_batchllm.kernels.fixed_lists import PART, build_fixed
+from hf_batchllm.kernels.ranges import Readers, Units
+from hf_batchllm.kernels.work_lists import WorkLists
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SMALL = Variant(4, 2, 16, 16, 16, F32)
@@ -92,3 +95,36 @@ def test_on_a_gpu(seed: int, variant: Variant) -> None:
 def test_shapes() -> None:
     for variant in (Variant(7, 1, 16, 16, 16, F32), Variant(6, 2, 24, 16, 32, F32), Variant(3, 1, 16, 40, 64, F32)):
         check(fixed_attention_triton, fixed_case(2, variant, runs=3, most=PART, chunks=5), DEVICE)
+
+
+def lists(prefix: int, rows: int, prompts: int, own: int = 250) -> WorkLists:
+    """Of prompts with ``own`` tokens beside the prefix that they share, of which the last ``rows`` are computed."""
+    page = 64
+    pages = -(-own // page)
+    units = Units(
+        base=np.array([-1] + [0] * prompts),
+        start=np.array([0] + [prefix] * prompts),
+        page_begin=np.append(0, prefix // page + pages * np.arange(prompts + 1)),
+        page=np.arange(prefix // page + pages * prompts),
+    )
+    at = np.arange(prompts)
+    readers = Readers(at + 1, at * rows, np.full(prompts, rows), np.full(prompts, prefix + own))
+    lengths = np.tile(np.arange(prefix + own - rows, prefix + own) + 1, prompts)
+    return build_fixed(units, readers, lengths, kv_heads=8, group=2, page_size=page, multiprocessors=132)
+
+
+def test_the_rest_of_a_prefix_is_read_once() -> None:
+    """It ends within a part, with which its readers go on."""
+    work = lists(prefix=1984, rows=1, prompts=16)
+    assert len(work.entries) == 1984 // 64 + 16 * 4
+    own = work.items[16]
+    assert (own[:, 7] >= 0).sum() == 16, "each goes on once"
+    shared = work.items[64]
+    assert (shared[:, 7] < 0).all() and (shared[:, 5] >= 0).all(), "what others go on with is kept"
+
+
+def test_long_prompts_read_alone() -> None:
+    """They wait for products, and partial results of thousands of rows would take much memory."""
+    work = lists(prefix=1984, rows=200, prompts=16)
+    assert work.parts == 0 and not work.merges
+    assert not (work.items[128][:, 5] >= 0).any()
