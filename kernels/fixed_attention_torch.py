@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .fixed_lists import PART
+from .fixed_lists import FINISHED, PART
 from .work_lists import WorkLists
 
 _LEAST = torch.finfo(torch.float32).min
@@ -101,14 +101,17 @@ def attend_fixed(
 ) -> None:
     """The twin of the kernel in ``fixed_attention_triton``, item by item."""
     page_size, exact = k_pages.shape[1], torch.promote_types(q.dtype, torch.float32)
-    for row, rows, begin, _, end, part, is_own, carried in work.items[tile][: int(work.counts[tile])].tolist():
+    for row, rows, begin, before, end, part, is_own, carried in work.items[tile][: int(work.counts[tile])].tolist():
         assert rows * (q.shape[1] // k_pages.shape[2]) <= tile, "an item of more lines than its tile has"
         at = torch.arange(row, row + rows, device=q.device)
         all_rows = at - row
         merged, of_part = (Merged(rows, q.shape[1], v_pages.shape[3], exact, q.device) for _ in range(2))
+        first_part = work.row_parts[at].long() & (FINISHED - 1)
+        for nth in range(before):
+            merged.add(all_rows, part_out[first_part + nth], *part_sums[first_part + nth].unbind(-1))
         if carried >= 0:
-            slot = work.row_parts[at].long() + carried
-            of_part.out[:], (of_part.total[:], of_part.peak[:]) = part_out[slot], part_sums[slot].unbind(-1)
+            of_part.out[:] = part_out[first_part + carried]
+            of_part.total[:], of_part.peak[:] = part_sums[first_part + carried].unbind(-1)
         for page, _, first, _ in work.entries[begin:end].tolist():
             if first % PART == 0:
                 merged.add(all_rows, of_part.out, of_part.total, of_part.peak)
@@ -128,7 +131,7 @@ def attend_fixed(
         if part < 0:
             out[at] = merged.result().to(out.dtype)
             continue
-        to = work.row_parts[at].long() + part
+        to = first_part + part
         part_out[to] = merged.out.to(part_out.dtype)
         part_sums[to] = torch.stack([merged.total, merged.peak], -1).to(part_sums.dtype)
 
@@ -142,12 +145,14 @@ def merge_fixed(
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> None:
     """Fold each row's parts. With sinks the lists must have been built with ``direct=False``."""
-    begin, counts = work.row_parts[: len(out)].long(), work.row_parts[: len(out) + 1].long().diff()
+    row_parts = work.row_parts[: len(out) + 1].long()
+    begin, finished = row_parts[:-1] & (FINISHED - 1), row_parts[:-1] >= FINISHED
+    counts = torch.where(finished, 0, (row_parts & (FINISHED - 1)).diff())
     rows, heads, dim = out.shape
     merged = Merged(rows, heads, dim, part_out.dtype, out.device)
     for nth in range(int(counts.max()) if len(counts) else 0):
         there = (counts > nth).nonzero()[:, 0]
         part = begin[there] + nth
         merged.add(there, part_out[part], *part_sums[part].unbind(-1))
-    mine = (counts != 1) | (sinks is not None)  # else the only item of such a row has written the output
+    mine = ~finished & ((counts != 1) | (sinks is not None))  # else an item of such a row has written the output
     out[mine] = merged.result(sinks).to(out.dtype)[mine]

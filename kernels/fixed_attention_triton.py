@@ -4,7 +4,7 @@ A block has some lines (query rows x the heads that share a KV head) and some of
 part is computed from nothing, box by box, and folded into what comes before it. Boxes lie at multiples of their size in
 the sequence, and a line hides what it does not see. A box that no line sees, or a part, changes nothing: not a bit. So
 which rows stand beside a row, and which blocks compute its parts, make no difference to it, to the last bit. A block
-that goes on with a part begins with what the launch of a larger tile has stored of it, in float32 as it was.
+that goes on where another has ended begins with what the launch of a larger tile has stored, in float32 as it was.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .cards import Card, Launch, card_on
-from .fixed_lists import FIXED_TILES, PART
+from .fixed_lists import FINISHED, FIXED_TILES, PART
 from .pages_triton import LOG2E, block_of, boxes_of, in_log2, load_query, read_entry, store_lines
 from .work_lists import ITEM_FIELDS, WorkLists
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_FINISHED = tl.constexpr(FINISHED)
 _MERGED_HEADS = 4  # for each block of the merge
 _SUMS = tl.constexpr(8)  # columns in which weights are added up: the fewest that a product may have
 
@@ -58,17 +59,17 @@ def _next_part(out, peak, total, acc, part_total, part_peak, M: tl.constexpr, V:
 
 
 @triton.jit
-def _load_state(
-    part_out, part_sums, part_row, head, valid, HEADS: tl.constexpr, M: tl.constexpr, V_DIM: tl.constexpr
+def _load_part_of_lines(
+    part_out, part_sums, part_row, head, valid, HEADS: tl.constexpr, V_DIM: tl.constexpr
 ):  # fmt: skip
-    """What lines have of a part of which an earlier launch has computed the beginning."""
+    """What an earlier launch has stored for each line: values [M, V], the sum of weights [M], the largest score [M]."""
     place = part_row.to(tl.int64) * HEADS + head
     at = tl.arange(0, block_of(V_DIM))
     inside = valid[:, None] & (at < V_DIM)[None, :]
     acc = tl.load(part_out + place[:, None] * V_DIM + at[None, :], mask=inside, other=0.0).to(tl.float32)
     total = tl.load(part_sums + 2 * place, mask=valid, other=0.0).to(tl.float32)
     peak = tl.load(part_sums + 2 * place + 1, mask=valid, other=float("-inf")).to(tl.float32)
-    return acc, tl.broadcast_to(total[:, None], [M, _SUMS]), peak
+    return acc, total, peak
 
 
 @triton.jit
@@ -185,18 +186,23 @@ def _attend_fixed(
         q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
     )
     line_row += row
-    part_row = tl.load(row_parts + line_row, mask=valid & (part >= 0), other=0) + part
     line_length = tl.load(lengths + line_row, mask=valid, other=0)  # [M]
     out_so_far = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
     peak_so_far = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_so_far = tl.zeros([BLOCK_M], tl.float32)
+    first_part = tl.load(row_parts + line_row, mask=valid, other=0) & (_FINISHED - 1)
+    for nth in tl.range(0, tl.load(record + 3)):
+        acc, part_total, peak = _load_part_of_lines(
+            part_out, part_sums, first_part + nth, head, valid, KV_HEADS * GROUP, V_DIM
+        )
+        out_so_far, peak_so_far, total_so_far = _fold(out_so_far, peak_so_far, total_so_far, acc, peak, part_total)
     acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
     carried = tl.load(record + 7)
     if carried >= 0:
-        acc, total, peak = _load_state(
-            part_out, part_sums, tl.load(row_parts + line_row, mask=valid, other=0) + carried,
-            head, valid, KV_HEADS * GROUP, BLOCK_M, V_DIM,
-        )  # fmt: skip
+        acc, part_total, peak = _load_part_of_lines(
+            part_out, part_sums, first_part + carried, head, valid, KV_HEADS * GROUP, V_DIM
+        )
+        total = tl.broadcast_to(part_total[:, None], [BLOCK_M, _SUMS])
 
     whole = tokens // BOX
     for i in tl.range(0, whole):
@@ -230,7 +236,7 @@ def _attend_fixed(
         divided = out_so_far / tl.where(total_so_far > 0, total_so_far, 1.0)[:, None]  # 0 for a line that saw no token
         store_lines(out, place, valid, divided, V_DIM)
     else:
-        place = part_row.to(tl.int64) * (KV_HEADS * GROUP) + head
+        place = (first_part + part).to(tl.int64) * (KV_HEADS * GROUP) + head
         store_lines(part_out, place, valid, out_so_far, V_DIM)
         tl.store(part_sums + 2 * place, total_so_far, mask=valid)
         tl.store(part_sums + 2 * place + 1, peak_so_far, mask=valid)
@@ -264,9 +270,9 @@ def _merge_fixed(
 ):
     row = tl.program_id(0)
     begin = tl.load(row_parts + row).to(tl.int64)
-    end = tl.load(row_parts + row + 1).to(tl.int64)
-    if not SINKS and end - begin == 1:
-        return  # its only item has written the output
+    end = tl.load(row_parts + row + 1).to(tl.int64) & (_FINISHED - 1)
+    if not SINKS and ((begin >= _FINISHED) | (end - begin == 1)):
+        return  # an item has written the output
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, block_of(V_DIM))
     at = head[:, None] * V_DIM + dim[None, :]  # [H, D]

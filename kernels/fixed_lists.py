@@ -8,6 +8,9 @@ units begin with a page at a multiple of the page size.
 Where a shared prefix ends within a part, its readers go on with that part from what the block of the prefix has stored
 of it. That block must have run: tiles are launched from the largest down, and a prefix has a larger tile than what
 follows it. Where no larger tile is left, the prefix is read together up to its last whole part.
+
+So may a block that reads all that a row has of its own: it folds the parts before it, goes on, and writes the result.
+What is left for the merge are rows whose own keys are divided among several blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ _AT_ONCE = (4, 2, 1)  # blocks of each on a multiprocessor
 # What blocks need not read of a prefix that is read together must be so many tokens for each line: each line's values
 # are written and read once more, in float32. Prompts of many tokens would gain nothing, as they wait for products.
 _TOKENS_A_LINE = 8
+FINISHED = 1 << 30  # stands beside a row's first part where a block finishes the row: the merge has nothing to do
 
 
 def build_fixed(
@@ -41,14 +45,15 @@ def build_fixed(
 ) -> WorkLists:
     """Lists for ``attend_fixed`` and ``merge_fixed``, in the form of other lists.
 
-    An item's record has its rows, its entries, its place among its rows' parts, whether lengths bound its reading, and
-    the place of the part with which it goes on, or -1.
+    An item's record has its rows; the first of its entries; how many parts before it are folded first; the end of its
+    entries; its place among its rows' parts, or -1 where it writes their results; whether lengths bound its reading;
+    and the place of the part with which it goes on, or -1.
     """
     assert group <= FIXED_TILES[1], "the heads that share a KV head must fit a tile"
     assert PART % page_size == 0, "a part does not end with a page"
     assert (units.start % page_size == 0).all(), "a unit does not begin with a page of the sequence"
     rows = len(lengths)
-    row_begin, row_end, level, low, high, unit, kind, goes_on = _ranges(
+    row_begin, row_end, level, low, high, unit, kind, goes_on, is_last = _ranges(
         units, readers, lengths, group, page_size, window, gates
     )
     low_page, high_page = low // page_size, -(-high // page_size)
@@ -70,12 +75,17 @@ def build_fixed(
     is_open = ~is_own & (high % PART > 0)  # others go on with its last part
     # The parts that one block may fold.
     folded = np.clip(np.rint(most / of_part).astype(np.int64), 1, np.maximum(parts - is_open, 1))
-    folded = np.where(_begins(row_begin, row_end, level, pages, rows), folded, 1)
+    finishes = direct & is_last & (folded == parts) & (parts > 0)
+    folded = np.where(finishes | _begins(row_begin, row_end, level, pages, rows), folded, 1)
     splits = np.where(parts > 0, parts - folded + 1, 0)  # the first of them has ``folded`` parts, the others one each
-    part, in_row = ordinals(row_begin, row_end, level, splits - goes_on, rows)
+    part, in_row = ordinals(row_begin, row_end, level, np.where(finishes, 0, splits - goes_on), rows)
     part -= goes_on  # it takes the place of the part with which it goes on
     row_parts = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(in_row, out=row_parts[1:])
+    finished = np.zeros(rows + 1, dtype=np.int64)
+    finished[row_begin[finishes]] += 1
+    finished[row_end[finishes]] -= 1
+    finished = np.cumsum(finished)
 
     begin = np.cumsum(pages) - pages
     of_tile = {}
@@ -94,19 +104,22 @@ def build_fixed(
             records[:, 0] = row
             records[:, 1] = np.minimum(tile_rows[source], row_end[source] - row)
             offset = begin[source] - low_page[source]
-            records[:, 2] = records[:, 3] = offset + np.maximum(part_from * of_part, low_page[source])
+            records[:, 2] = offset + np.maximum(part_from * of_part, low_page[source])
+            records[:, 3] = np.where(finishes[source], part[source], 0)
             records[:, 4] = offset + np.minimum(part_to * of_part, high_page[source])
-            records[:, 5] = np.where(direct & (in_row[row] == 1) & ~is_open[source], -1, part[source] + nth_split)
+            only = direct & (in_row[row] == 1) & (finished[row] == 0) & ~is_open[source]
+            records[:, 5] = np.where(finishes[source] | only, -1, part[source] + nth_split)
             records[:, 6] = is_own[source]
             records[:, 7] = np.where(goes_on[source] & (nth_split == 0), part[source], -1)
             of_tile[size] = records[np.argsort(records[:, 2] - records[:, 4], kind="stable")]  # longest first
 
-    merges = not direct or bool((in_row != 1).any())
+    merges = not direct or bool(((in_row != 1) & (finished[:-1] == 0)).any())
+    # Partial results of thousands of rows would take much memory: none where there are no parts.
     work = WorkLists.room(
         rows=rows,
         items={size: len(records) for size, records in of_tile.items()},
         entries=max(1, len(entries)),
-        parts=int(row_parts[-1]) if merges or is_open.any() else 0,  # of thousands of rows they would take much memory
+        parts=int(row_parts[-1]) if merges or (goes_on | (finishes & (part > 0))).any() else 0,
         device="cpu",
         direct=direct,
     )
@@ -114,7 +127,7 @@ def build_fixed(
     for size, records in of_tile.items():
         work.items[size].numpy()[: len(records)] = records
         work.counts[size].fill_(len(records))
-    work.row_parts.numpy()[:] = row_parts
+    work.row_parts.numpy()[:] = row_parts + FINISHED * finished
     work.entries.numpy()[: len(entries), :3] = entries
     return work
 
@@ -139,6 +152,13 @@ def _ranges(
     saved = _saved(nodes, readers, FIXED_TILES[-1] // group, group)
     mine, read, low = _kept(nodes, whole, sees_from, saved, gates)
     read_before = np.append(read, 0)  # -1, for none, finds the 0
+    smallest = np.full(len(nodes) + 1, len(FIXED_TILES))  # tile of a node's range and those around it [nodes, and none]
+    is_kept = np.zeros(len(nodes), dtype=bool)
+    is_kept[mine] = True
+    for level in range(nodes.levels):
+        at = np.flatnonzero(nodes.level == level)
+        smallest[at] = np.minimum(smallest[nodes.parent[at]], np.where(is_kept[at], kind[at], len(FIXED_TILES)))
+    of_readers = _kinds(readers.rows, group)
     of_node, of_reader = read_before[nodes.parent[mine]], read_before[nodes.of_reader]
     low = np.concatenate([low[mine], np.maximum(of_reader, sees_from)])
     before = np.concatenate([of_node, of_reader])
@@ -149,8 +169,9 @@ def _ranges(
         low,
         np.concatenate([whole[mine], readers.end]),
         np.concatenate([nodes.unit[mine], readers.unit]),
-        np.concatenate([kind[mine], _kinds(readers.rows, group)]),
+        np.concatenate([kind[mine], of_readers]),
         (low == before) & (before % PART > 0),
+        np.concatenate([np.zeros(len(mine), dtype=bool), smallest[nodes.of_reader] > of_readers]),
     )
 
 
@@ -162,7 +183,7 @@ def _kinds(rows: np.ndarray, group: int) -> np.ndarray:
 def _together(nodes: Nodes, readers: Readers, group: int) -> tuple[np.ndarray, np.ndarray]:
     """The position up to which a node is read together, and its tile [nodes].
 
-    Others go on within its last part only if there is a tile for it that is larger than all of theirs.
+    Others go on from there only if there is a tile for it that is larger than all of theirs.
     """
     rows = np.append(0, np.cumsum(readers.rows))
     kind = _kinds(rows[nodes.end] - rows[nodes.first], group)
@@ -174,7 +195,7 @@ def _together(nodes: Nodes, readers: Readers, group: int) -> tuple[np.ndarray, n
     for level in reversed(range(nodes.levels)):
         mine = np.flatnonzero(nodes.level == level)
         larger = np.maximum(kind[mine], below[mine] + 1)
-        can = (nodes.upto[mine] % PART > 0) & (larger < len(FIXED_TILES)) & (ends[mine] > nodes.upto[mine])
+        can = (larger < len(FIXED_TILES)) & (ends[mine] > nodes.upto[mine])
         upto[mine] = np.where(can, nodes.upto[mine], upto[mine])
         kind[mine] = np.where(can, larger, kind[mine])
         np.maximum.at(below, nodes.parent[mine], np.maximum(kind[mine], below[mine]))
