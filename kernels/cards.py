@@ -66,6 +66,8 @@ class Card:
     decode_64: _ByWidth
     prefill: _ByWidth
     exact: _ByWidth  # all of these in float32
+    # Of attention in parts, by tile (16, 64, 128). All of them read boxes of one size: the results depend on it.
+    in_parts: tuple[_ByWidth, _ByWidth, _ByWidth]
     experts: tuple[tuple[float, ExpertTiles], ...]  # by the rows that an expert has on average, up to so many
     scan_tokens: int  # that a state space walks through at once, at most
     # What large products and copies reach in a second on a usual card, roughly: for the size of steps.
@@ -81,6 +83,12 @@ class Card:
         if tile == 16:
             return (self.decode_16_brief if brief else self.decode_16).of(widest)
         return self.decode_64.of(widest)
+
+    def parts(self, tile: int, widest: int, itemsize: int) -> Launch:
+        """As ``decode``, for attention in parts: a block holds what lines have so far, and what they have of a part."""
+        if itemsize == 4:
+            return self.exact.of(widest)._replace(warps=8)
+        return self.in_parts[(16, 64, 128).index(tile)].of(widest)
 
     def prompts(self, widest: int, itemsize: int) -> Launch:
         return (self.exact if itemsize == 4 else self.prefill).of(widest)
@@ -100,6 +108,11 @@ _HOPPER = Card(
     # Tensor cores have no full precision, so float32 is slow with any choice. More lines, or fewer warps, would spill
     # kilobytes of registers.
     exact=_ByWidth(Launch(16, 4, 1), Launch(16, 8, 1)),
+    in_parts=(
+        _ByWidth(Launch(16, 2, 2), Launch(16, 4, 2)),
+        _ByWidth(Launch(64, 4, 3), Launch(64, 8, 2)),
+        _ByWidth(Launch(128, 8, 2), Launch(64, 8, 2)),  # K and V are read half as often as with 64 lines
+    ),
     experts=(  # the best of a sweep (docs/experts-notes.md)
         (8, ExpertTiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
         (20, ExpertTiles(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
@@ -121,9 +134,12 @@ def _with_plain_loads(
     launches = {kind: _ByWidth(narrow[kind], wide[kind]) for kind in narrow}
     few, some = Tile(64, expert_depth, 4, 3), Tile(64, 64, 4, 3)
     down = Tile(128, expert_depth, 4, 3)
+    boxes = narrow["decode_16"].box, wide["decode_16"].box
+    large = _ByWidth(Launch(64, 8, 2, boxes[0]), Launch(16, 8, 2, boxes[1]))
     return Card(
         descriptors=False,
         **launches,
+        in_parts=(launches["decode_16"], large, large),
         experts=(
             (8, ExpertTiles(16, few, down)),
             (20, ExpertTiles(32, few, down)),
@@ -178,13 +194,20 @@ _SMALL = _with_plain_loads(
     rates=(6e13, 6e11),
 )
 
+# What Hopper's launches keep on chip is spilled here.
+_IN_PARTS_ON_BLACKWELL = (
+    _HOPPER.in_parts[0],
+    _ByWidth(Launch(64, 8, 2), Launch(16, 8, 2)),
+    _ByWidth(Launch(64, 8, 2), Launch(16, 8, 2)),
+)
+
 # By compute capability. A later one of the same generation (8.7, 10.3, 12.1) is taken for the last one before it.
 CARDS: dict[Capability, Card] = {
     (8, 0): _AMPERE,  # A100, A30
     (8, 6): _SMALL,  # A10, A40, RTX 3060 to 3090, RTX A2000 to A6000
     (8, 9): replace(_SMALL, operations=1.2e14, bytes=7e11),  # L4, L40, RTX 4060 to 4090, RTX 6000 Ada
     (9, 0): _HOPPER,  # H100, H200, GH200
-    (10, 0): replace(_HOPPER, operations=1.2e15, bytes=6e12),  # B200, GB200
+    (10, 0): replace(_HOPPER, in_parts=_IN_PARTS_ON_BLACKWELL, operations=1.2e15, bytes=6e12),  # B200, GB200
     (12, 0): replace(_SMALL, operations=1.6e14, bytes=1.3e12),  # RTX 5060 to 5090, RTX PRO 4000 to 6000 Blackwell
 }
 OLDEST = min(CARDS)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .cards import Card, Launch, card_on
-from .fixed_lists import FINISHED, FIXED_TILES, PART
+from .cards import card_on
+from .fixed_lists import FINISHED, PART
 from .pages_triton import LOG2E, block_of, boxes_of, in_log2, load_query, read_entry, store_lines
 from .work_lists import ITEM_FIELDS, WorkLists
 
@@ -296,15 +296,6 @@ def _merge_fixed(
     tl.store(out + row.to(tl.int64) * (HEADS * V_DIM) + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(card: Card, tile: int, widest: int, itemsize: int) -> Launch:
-    if tile > FIXED_TILES[0] and card.descriptors and itemsize == 2:
-        if widest > 128:  # what lines have so far and what they have of a part: 4 warps would spill a kilobyte
-            return Launch(64, 8, 2)
-        if tile == FIXED_TILES[-1]:
-            return Launch(tile, 8, 2)  # K and V are read half as often as with 64 lines, which then takes longest
-    return card.decode(tile, widest, itemsize)
-
-
 def attend_fixed(
     tile: int,
     q: torch.Tensor,  # [rows, heads, qk_dim]
@@ -326,7 +317,7 @@ def attend_fixed(
     _, page_size, kv_heads, qk_dim = k_pages.shape
     v_dim = v_pages.shape[3]
     card = card_on(q.device)
-    launch = _launch(card, tile, max(qk_dim, v_dim), q.element_size())
+    launch = card.parts(tile, max(qk_dim, v_dim), q.element_size())
     slices = triton.cdiv(tile, launch.lines)
     assert scale > 0, "the largest score is found before it is scaled"
     assert k_pages.is_contiguous() and v_pages.is_contiguous()

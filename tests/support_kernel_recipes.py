@@ -15,9 +15,11 @@ from hf_batchllm.kernels import (
     delta_rule_triton,
     digest_triton,
     experts_triton,
+    fixed_attention_triton,
     gated_ops_triton,
     layer_ops_triton,
     likeliest_triton,
+    pages_triton,
     penalties_triton,
     prefill_triton,
     routing_triton,
@@ -66,6 +68,21 @@ def merge(dim: int, dtype: torch.dtype) -> None:
     work = SimpleNamespace(row_parts=_ints(ROWS + 1))
     part, lse = zeros(1, heads, dim, dtype=FP32), zeros(1, heads, dtype=FP32)
     decode_triton.merge_parts(zeros(ROWS, heads, dim, dtype=dtype), part, lse, work)  # type: ignore[arg-type]
+
+
+def fixed_parts(dim: int, dtype: torch.dtype, tile: int, full: bool = False) -> None:
+    q, pages = zeros(ROWS, KV_HEADS * GROUP, dim, dtype=dtype), zeros(4, 64, KV_HEADS, dim, dtype=dtype)
+    work = SimpleNamespace(
+        items={tile: _ints(1, ITEM_FIELDS)}, counts={tile: _ints(1)}, entries=_ints(1, ENTRY_FIELDS),
+        row_parts=_ints(ROWS + 1),
+    )  # fmt: skip
+    parts = zeros(1, KV_HEADS * GROUP, dim, dtype=FP32), zeros(1, KV_HEADS * GROUP, 2, dtype=FP32)
+    options: dict[str, Any] = {"window": 100, "softcap": 20.0} if full else {}
+    boxes = (pages_triton.by_page(pages),) * 2
+    fixed_attention_triton.attend_fixed(
+        tile, q, pages, pages, boxes, q, *parts, work, _ints(ROWS), 0.3, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+    fixed_attention_triton.merge_fixed(q, *parts, work)  # type: ignore[arg-type]
 
 
 def prefill(dim: int, dtype: torch.dtype, full: bool = False) -> None:
@@ -183,6 +200,13 @@ RECIPES: dict[str, Callable[[], None]] = {
     **{f"decode, 64 lines, head {dim}, float32": (lambda dim=dim: decode(dim, FP32, 64)) for dim in (128, 256)},
     **{f"prompts, head {dim}, float32": (lambda dim=dim: prefill(dim, FP32)) for dim in (128, 256)},
     "merge, head 128": lambda: merge(128, BF16),
+    **{
+        f"fixed parts, {tile} lines, head {dim}": (lambda tile=tile, dim=dim: fixed_parts(dim, BF16, tile))
+        for tile in (16, 64)
+        for dim in (128, 256)
+    },
+    "fixed parts, 128 lines, head 128": lambda: fixed_parts(128, BF16, 128),
+    "fixed parts, 128 lines, head 64, all options": lambda: fixed_parts(64, FP16, 128, full=True),
     "experts, 8 rows each": lambda: experts(16),
     "experts, 20 rows each": lambda: experts(40),
     "experts, 96 rows each": lambda: experts(192),

@@ -66,6 +66,7 @@ def test_each_kernel_of_a_group_is_tried(group: str) -> None:
         "sampling": [field.name for field in dataclasses.fields(SamplingKernels)],
         "experts": [field.name for field in dataclasses.fields(ExpertKernels)],
         "states": ["short_convolution", "delta_rule", "state_space", "selective_scan", "decay_and_beta", "gated_norm"],
+        "parts": ["attend_fixed", "merge_fixed"],
     }
     text = inspect.getsource(inspect.getmodule(GROUPS[group]))  # type: ignore[arg-type]
     assert [name for name in asked[group] if name not in text] == []
@@ -94,6 +95,7 @@ KERNELS = {
         "selective_scan": ["selective_scan"],
         "gated_ops": ["decay_and_beta", "gated_norm"],
     },
+    "parts": {"fixed_attention": ["attend_fixed", "merge_fixed"]},
 }
 # Kernels that do not do what they are told by one of their options: (group, kernel, option, what it takes instead).
 DEAF = [
@@ -101,6 +103,9 @@ DEAF = [
     ("attention", "layer_ops.rope_and_write", "v_norm", False),
     ("attention", "layer_ops.rope_and_write", "q_factor", None),
     ("attention", "layer_ops.rope_and_write", "q_weight", None),
+    ("parts", "fixed_attention.attend_fixed", "window", None),
+    ("parts", "fixed_attention.attend_fixed", "softcap", None),
+    ("parts", "fixed_attention.merge_fixed", "sinks", None),
     ("layers", "layer_ops.add_rms_norm", "form", "llama"),
     ("layers", "layer_ops.add_rms_norm", "inner_weight", None),
     ("layers", "layer_ops.act_and_mul", "activation", "silu"),

@@ -11,6 +11,7 @@ from support_kernel_recipes import BF16, RECIPES, zeros
 from support_kernels import plain
 
 from hf_batchllm.kernels import cards, experts_triton, pages_triton, prefill_triton
+from hf_batchllm.kernels.fixed_lists import FIXED_TILES
 
 pytestmark = plain
 needs_compiler = pytest.mark.skipif(
@@ -54,6 +55,15 @@ def test_the_page_has_each_kernel_for_each_card() -> None:
     assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## {recipe}" for recipe in RECIPES]
     for target in TARGETS:
         assert page.count(f"| {named(target)} |") >= len(RECIPES), "run `make kernel-page`"
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=named)
+def test_attention_in_parts_reads_boxes_of_one_size(target: Target) -> None:
+    """Rows have the same bits in blocks of all sizes."""
+    card = card_of(target)
+    for width in (64, 128, 256):
+        for size in (2, 4):
+            assert len({card.parts(tile, width, size).box for tile in FIXED_TILES}) == 1
 
 
 @pytest.mark.parametrize(

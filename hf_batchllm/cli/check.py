@@ -109,6 +109,8 @@ def _device(name: str | None, interpreted: bool) -> torch.device:
 def _parser() -> Parser:
     parser = Parser("check", description=_ABOUT)
     parser.add_argument("--device", metavar="D", help="the GPU, such as cuda:1 (default: the current one)")
-    parser.add_argument("--only", nargs="+", metavar="GROUP", help="attention, layers, sampling, experts, states")
+    parser.add_argument(
+        "--only", nargs="+", metavar="GROUP", help="attention, layers, sampling, experts, states, parts"
+    )
     parser.add_argument("--help", "-h", action="store_true", help="this page")
     return parser

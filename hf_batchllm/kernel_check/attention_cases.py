@@ -55,7 +55,7 @@ def decode(where: Where, shape: Shape, chunk: int = 1, brief: bool = False) -> N
 
     own = 3 + np.arange(_SHARING + _ALONE) * 37 % 90
     ends = own + np.repeat([_PREFIX, 0], [_SHARING, _ALONE])
-    units = _units(shape, own)
+    units = units_of(shape, own)
     count = np.where(np.arange(len(own)) % 3 == 2, chunk, 1)
     begin, rows = np.cumsum(count) - count, int(count.sum())
     nth = np.arange(rows) - np.repeat(begin, count)
@@ -68,10 +68,10 @@ def decode(where: Where, shape: Shape, chunk: int = 1, brief: bool = False) -> N
     )  # fmt: skip
     work.brief = brief
     work = work.to(where.device)
-    given = _tensors(where, shape, units, rows, own)
+    given = tensors_of(where, shape, units, rows, own)
     seen = torch.from_numpy(lengths.astype(np.int32)).to(where.device)
     results = []
-    for module, (q, k, v, sinks) in ((decode_triton, given), (decode_torch, _wide(given))):
+    for module, (q, k, v, sinks) in ((decode_triton, given), (decode_torch, in_wide(given))):
         out = q.new_full((rows, shape.heads, shape.v_dim), torch.nan)
         exact = torch.promote_types(q.dtype, torch.float32)
         parts = torch.full((work.parts, shape.heads, shape.v_dim + 1), torch.nan, dtype=exact, device=where.device)
@@ -94,14 +94,14 @@ def prompts(where: Where, shape: Shape, two_way: bool = False) -> None:
     from ..kernels import prefill_triton
 
     own = np.array([70, 21, 90])
-    units = _units(shape, own, sharing=2)
+    units = units_of(shape, own, sharing=2)
     begins = np.cumsum(own) - own
     readers = Readers(np.arange(1, 4), begins, own, own + np.array([_PREFIX, _PREFIX, 0]))
     chunks = make_chunks(units, readers, page_size=shape.page_size)
     if two_way:
         at = np.concatenate([np.arange(first, first + rows) for first, rows in zip(chunks.position, own, strict=True)])
         chunks = replace(chunks, sees_to=np.maximum(at + 1, np.repeat(chunks.position + 20, own)))
-    given = _tensors(where, shape, units, int(own.sum()), own)
+    given = tensors_of(where, shape, units, int(own.sum()), own)
     options = prefill_triton.launch_options(shape.group, shape.qk_dim, shape.v_dim, shape.dtype.itemsize)
     same: dict[str, Any] = {"window": shape.window, "softcap": shape.softcap, "options": options}
     for tile in {options["tile"], options["tile"] if two_way else options.get("wide", options["tile"])}:
@@ -109,7 +109,7 @@ def prompts(where: Where, shape: Shape, two_way: bool = False) -> None:
             chunks, group=shape.group, page_size=shape.page_size, tile=tile, window=shape.window
         ).to(where.device)  # fmt: skip
         results = []
-        for module, (q, k, v, sinks) in ((prefill_triton, given), (prefill_torch, _wide(given))):
+        for module, (q, k, v, sinks) in ((prefill_triton, given), (prefill_torch, in_wide(given))):
             out = q.new_full((len(q), shape.heads, shape.v_dim), torch.nan)
             module.attend_chunks(q, k, v, out, work, 0.2, sinks=sinks, **same)
             results.append(out.to(shape.dtype))
@@ -180,14 +180,14 @@ def tried(device: torch.device, shape: Shape) -> str | None:
     return None
 
 
-def _units(shape: Shape, own: np.ndarray, sharing: int = _SHARING) -> Units:
+def units_of(shape: Shape, own: np.ndarray, sharing: int = _SHARING, prefix: int = _PREFIX) -> Units:
     """A prefix, then a unit for each run of own tokens; the first ones stand on the prefix."""
     on_prefix = np.arange(len(own)) < sharing
-    tokens = np.append(_PREFIX, own)
+    tokens = np.append(prefix, own)
     pages = -(-tokens // shape.page_size)
     return Units(
         base=np.append(-1, np.where(on_prefix, 0, -1)),
-        start=np.append(0, np.where(on_prefix, _PREFIX, 0)),
+        start=np.append(0, np.where(on_prefix, prefix, 0)),
         page_begin=np.append(0, np.cumsum(pages)),
         page=np.random.default_rng(0).permutation(int(pages.sum())),
     )
@@ -196,7 +196,7 @@ def _units(shape: Shape, own: np.ndarray, sharing: int = _SHARING) -> Units:
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def _wide(given: _Tensors) -> _Tensors:
+def in_wide(given: _Tensors) -> _Tensors:
     """What the twins compute with."""
     q, k, v, sinks = given
     if q.dtype != torch.float32:
@@ -204,12 +204,12 @@ def _wide(given: _Tensors) -> _Tensors:
     return q.double(), k.double(), v.double(), None if sinks is None else sinks.double()
 
 
-def _tensors(where: Where, shape: Shape, units: Units, rows: int, own: np.ndarray) -> _Tensors:
+def tensors_of(where: Where, shape: Shape, units: Units, rows: int, own: np.ndarray, prefix: int = _PREFIX) -> _Tensors:
     """q, K, V and sinks. Places of pages that hold no token are NaN: none of it may come into a result."""
     generator = where.generator()
     pages = len(units.page)
     written = np.zeros((pages, shape.page_size), dtype=bool)
-    for unit, tokens in enumerate(np.append(_PREFIX, own)):
+    for unit, tokens in enumerate(np.append(prefix, own)):
         mine = units.page[units.page_begin[unit] : units.page_begin[unit + 1]]
         written[mine] = (np.arange(len(mine) * shape.page_size) < tokens).reshape(len(mine), -1)
     empty = torch.from_numpy(~written).to(where.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import attention_cases, expert_cases, layer_cases, sampling_cases, state_cases
+from . import attention_cases, expert_cases, layer_cases, part_cases, sampling_cases, state_cases
 from .comparing import Where
 
 GROUPS: dict[str, Callable[[Where], dict[str, Callable[[], None]]]] = {
@@ -13,4 +13,5 @@ GROUPS: dict[str, Callable[[Where], dict[str, Callable[[], None]]]] = {
     "sampling": sampling_cases.sampling,
     "experts": expert_cases.experts,
     "states": state_cases.states,
+    "parts": part_cases.cases,
 }

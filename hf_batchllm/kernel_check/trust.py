@@ -32,6 +32,7 @@ WORK = {
     "sampling": "picking tokens",
     "experts": "mixtures of experts",
     "states": "layers that carry a state",
+    "parts": "attention with the same bits in any list",
 }
 _REPORT = "This is remembered; `hf-batchllm check` checks anew, and prints a table for a report"
 _FIRST = "the kernels have to be checked on this card first, and"
