@@ -52,6 +52,7 @@ def build_fixed(
     assert group <= FIXED_TILES[1], "the heads that share a KV head must fit a tile"
     assert PART % page_size == 0, "a part does not end with a page"
     assert (units.start % page_size == 0).all(), "a unit does not begin with a page of the sequence"
+    assert (readers.end > units.start[readers.unit]).all(), "a reader has no keys of its own"
     rows = len(lengths)
     row_begin, row_end, level, low, high, unit, kind, goes_on, is_last = _ranges(
         units, readers, lengths, group, page_size, window, gates
@@ -114,7 +115,7 @@ def build_fixed(
             of_tile[size] = records[np.argsort(records[:, 2] - records[:, 4], kind="stable")]  # longest first
 
     merges = not direct or bool(((in_row != 1) & (finished[:-1] == 0)).any())
-    # Partial results of thousands of rows would take much memory: none where there are no parts.
+    # Partial results of thousands of rows take much memory: none where each row is written by one block.
     work = WorkLists.room(
         rows=rows,
         items={size: len(records) for size, records in of_tile.items()},
