@@ -15,6 +15,8 @@ What is left for the merge are rows whose own keys are divided among several blo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .ranges import GATE, GATE_MERGED, Nodes, Readers, Units, nodes_of
@@ -54,7 +56,7 @@ def build_fixed(
     assert (units.start % page_size == 0).all(), "a unit does not begin with a page of the sequence"
     assert (readers.end > units.start[readers.unit]).all(), "a reader has no keys of its own"
     rows = len(lengths)
-    row_begin, row_end, level, low, high, unit, kind, goes_on, is_last = _ranges(
+    row_begin, row_end, level, low, high, unit, kind, goes_on, is_last, is_own = _ranges(
         units, readers, lengths, group, page_size, window, gates
     )
     low_page, high_page = low // page_size, -(-high // page_size)
@@ -72,7 +74,6 @@ def build_fixed(
         most = np.maximum(MIN_PAGES, fair / np.array(_AT_ONCE)[kind])
     else:
         most = np.full(len(pages), share)
-    is_own = np.arange(len(pages)) >= len(pages) - len(readers.unit)
     is_open = ~is_own & (high % PART > 0)  # others go on with its last part
     # The parts that one block may fold.
     folded = np.clip(np.rint(most / of_part).astype(np.int64), 1, np.maximum(parts - is_open, 1))
@@ -133,6 +134,21 @@ def build_fixed(
     return work
 
 
+class _Ranges(NamedTuple):
+    """Nodes that pay, then all readers. All fields have a number for each."""
+
+    row_begin: np.ndarray
+    row_end: np.ndarray
+    level: np.ndarray  # those of one level share no row
+    low: np.ndarray  # positions [low, high) are read
+    high: np.ndarray
+    unit: np.ndarray  # the innermost
+    kind: np.ndarray  # which of the tiles
+    goes_on: np.ndarray  # bool: with the last part of a range around it
+    is_last: np.ndarray  # bool: its rows read nothing else later, and all before it is launched earlier
+    is_own: np.ndarray  # bool: a reader's
+
+
 def _ranges(
     units: Units,
     readers: Readers,
@@ -141,8 +157,7 @@ def _ranges(
     page_size: int,
     window: int | None,
     gates: tuple[float, float],
-) -> tuple[np.ndarray, ...]:
-    """Nodes that pay, then all readers: rows [begin, end), level, positions [low, high), innermost unit."""
+) -> _Ranges:
     nodes = nodes_of(units, readers)
     end_of_rows = readers.row + readers.rows
     sees_from = np.zeros(len(readers.unit), dtype=np.int64)  # [readers]  the first row, as the lists are made
@@ -163,7 +178,8 @@ def _ranges(
     of_node, of_reader = read_before[nodes.parent[mine]], read_before[nodes.of_reader]
     low = np.concatenate([low[mine], np.maximum(of_reader, sees_from)])
     before = np.concatenate([of_node, of_reader])
-    return (
+    is_own = np.arange(len(low)) >= len(mine)
+    return _Ranges(
         np.concatenate([readers.row[nodes.first[mine]], readers.row]),
         np.concatenate([end_of_rows[nodes.end[mine] - 1], end_of_rows]),
         np.concatenate([nodes.level[mine], np.full(len(readers.unit), nodes.levels, dtype=np.int64)]),
@@ -173,6 +189,7 @@ def _ranges(
         np.concatenate([kind[mine], of_readers]),
         (low == before) & (before % PART > 0),
         np.concatenate([np.zeros(len(mine), dtype=bool), smallest[nodes.of_reader] > of_readers]),
+        is_own,
     )
 
 
@@ -190,17 +207,14 @@ def _together(nodes: Nodes, readers: Readers, group: int) -> tuple[np.ndarray, n
     kind = _kinds(rows[nodes.end] - rows[nodes.first], group)
     upto = nodes.upto - nodes.upto % PART
     below = np.zeros(len(nodes) + 1, dtype=np.int64)  # the largest tile of what follows a node; the last one is for -1
-    ends = np.full(len(nodes) + 1, np.iinfo(np.int64).max)  # where the first of its readers ends
     np.maximum.at(below, nodes.of_reader, _kinds(readers.rows, group))
-    np.minimum.at(ends, nodes.of_reader, readers.end)
     for level in reversed(range(nodes.levels)):
         mine = np.flatnonzero(nodes.level == level)
         larger = np.maximum(kind[mine], below[mine] + 1)
-        can = (larger < len(FIXED_TILES)) & (ends[mine] > nodes.upto[mine])
+        can = larger < len(FIXED_TILES)
         upto[mine] = np.where(can, nodes.upto[mine], upto[mine])
         kind[mine] = np.where(can, larger, kind[mine])
         np.maximum.at(below, nodes.parent[mine], np.maximum(kind[mine], below[mine]))
-        np.minimum.at(ends, nodes.parent[mine], ends[mine])
     return upto, kind
 
 

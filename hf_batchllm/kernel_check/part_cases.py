@@ -15,7 +15,6 @@ from ..kernels.fixed_lists import FIXED_TILES, PART, build_fixed
 from ..kernels.ranges import Readers
 from .attention_cases import Shape, in_wide, tensors_of, units_of
 from .comparing import Where, Wrong, near
-from .errors_in_a_check import in_a_line, is_others_work
 
 _PREFIX = PART + 128  # tokens that most rows share: they go on within its last part
 _SHARING, _ALONE = 20, 3  # readers
@@ -67,17 +66,6 @@ def in_parts(where: Where, shape: Shape) -> None:
     for way in _OTHER_WAYS:
         if not torch.equal(attended(fixed_attention_triton, given, **way), ours):
             raise Wrong("a row has other bits where its keys are read in other blocks")
-
-
-def tried_in_parts(device: torch.device, shape: Shape) -> str | None:
-    """Run the case in this process; gives what went wrong, in a line. Not while a graph is captured."""
-    try:
-        in_parts(Where(device), shape)
-    except Exception as error:
-        if is_others_work(error):
-            raise
-        return f"attention in parts, {shape}: {in_a_line(error)[:200]}"
-    return None
 
 
 def cases(where: Where) -> dict[str, Callable[[], None]]:
