@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+_MORE = 16  # are looked at than are asked for, so that those which are as good as the last one are among them
+
 
 def note_likeliest(
     logits: torch.Tensor,  # [rows, vocabulary]
@@ -23,10 +25,27 @@ def note_likeliest(
     if not k:
         values[row, place] = chosen
         return
-    # Of equals, `topk` takes any. A few more than are asked for, by token: then the sort leaves the lowest first.
-    best, tokens = scores.topk(min(k + 16, scores.shape[1]), dim=-1)
+    best, tokens = likeliest(scores, k)
+    ids[row, place] = tokens.int()
+    values[row, place] = torch.cat([best - of_all, chosen], dim=1)
+
+
+def likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, k], [rows, k]
+    """The ``k`` best of each row of ``scores`` [rows, vocabulary] and their tokens, the lowest first among equals.
+
+    Of equals, ``topk`` takes any: which ones, may depend on other rows.
+    """
+    best, tokens = _lowest_first(*scores.topk(min(k + _MORE, scores.shape[1]), dim=-1))
+    if best.shape[1] < scores.shape[1]:
+        (unsure,) = (best[:, k - 1] == best[:, -1]).nonzero(as_tuple=True)  # more are as good than were looked at
+        if len(unsure):
+            order = scores[unsure].sort(dim=-1, descending=True, stable=True)
+            best[unsure], tokens[unsure] = order.values[:, : best.shape[1]], order.indices[:, : best.shape[1]]
+    return best[:, :k], tokens[:, :k]
+
+
+def _lowest_first(best: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     by_token = tokens.argsort(dim=-1)
     best, tokens = best.gather(1, by_token), tokens.gather(1, by_token)
-    order = best.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    ids[row, place] = tokens.gather(1, order).int()
-    values[row, place] = torch.cat([best.gather(1, order) - of_all, chosen], dim=1)
+    order = best.argsort(dim=-1, descending=True, stable=True)
+    return best.gather(1, order), tokens.gather(1, order)

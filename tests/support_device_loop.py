@@ -67,6 +67,7 @@ def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_batchllm.engine.wiring.graphs_for", graphs_for)
     monkeypatch.setattr("hf_batchllm.sampling.device_options.may_pick_on", lambda *_: True)
     monkeypatch.setattr("hf_batchllm.sampling.token_picking.may_pick_on", lambda *_: True)
+    monkeypatch.setattr("hf_batchllm.sampling.logprobs.may_pick_on", lambda *_: True)
     monkeypatch.setattr(
         "hf_batchllm.model.model_in_use.fused_kernels", lambda config, _: FUSED_TWINS if config.fuse else None
     )

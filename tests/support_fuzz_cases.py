@@ -120,12 +120,16 @@ def draw_config(dice: Random, device: str, device_loop: bool, beams: bool, token
     return config
 
 
-def as_invariant(config: dict[str, Any], device_loop: bool) -> dict[str, Any]:
-    """In a GPU's loop with pages of which parts have a whole number; and experts are fused, as there they must be."""
+def as_invariant(config: dict[str, Any], device: str, device_loop: bool) -> dict[str, Any]:
+    """In a GPU's loop with pages of which parts have a whole number, and with all fused, as there it must be."""
     config = {**config, "invariant": True}
     if device_loop and "page_size" in config:
         config["page_size"] = 1 << (config["page_size"].bit_length() - 1)
-    if device_loop:
+    if device != "cpu":  # there K and V are read in boxes of a page, and for each size of them the bits are others
+        config["page_size"] = 64
+        if config.get("backend") == "torch":
+            del config["backend"]
+    if device_loop or device != "cpu":
         config.pop("fuse", None)
     return config
 
@@ -138,6 +142,8 @@ def draw_case(seed: int, number: int, device: str = "cpu", invariant: bool = Fal
     relation = dice.choice((*MOVES_PROMPTS, *STAYS, "settings", "settings"))
     peft, longest = family.startswith(models.PEFT), max(map(len, prompts))
     how = draw_how(dice)
+    if invariant and device != "cpu" and how == "beams":  # refused there
+        how = "sampled"
     if peft and relation == "accelerated":
         relation = "tensors"
     own = relation not in ("tensors", "accelerated") and dice.random() < 0.2
@@ -158,6 +164,6 @@ def draw_case(seed: int, number: int, device: str = "cpu", invariant: bool = Fal
     every_row = dice.random() < 0.15
     if invariant:
         device_loop = device_loop and how != "beams"
-        config = as_invariant(config, device_loop)
+        config = as_invariant(config, device, device_loop)
         options = options if "logprobs" in options or dice.random() < 0.3 else options | _logprobs(options, own)
     return Case(name, family, asks, options, relation, config, one_seed, device, device_loop, every_row)

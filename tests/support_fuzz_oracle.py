@@ -37,6 +37,8 @@ class Oracle:
 
     def check(self, index: int, ask: Ask, rows: Sequence[Generation]) -> int:
         """How many of the prompt's rows rounding decides. ``index``: the place that its seed is for."""
+        if models.HALVED:
+            return 0
         options = self._options(ask)
         with models.as_its_owner_runs_it(self.case.family, self.case.device, ask.adapter, self._model) as model:
             if options.get("num_beams", 1) > 1:

@@ -161,7 +161,7 @@ def settings(bench: Bench) -> None:
         if not case.device_loop and case.device == "cpu" and case.kind != "greedy":
             config.pop("steps_per_sync", None)
         if "invariant" in case.config:
-            config = as_invariant(config, case.device_loop)
+            config = as_invariant(config, case.device, case.device_loop)
         with bench.calls.generator(config, case.asks) as generator:
             rows = bench.calls.rows(case.asks, generator)
         bench.same(case.asks, rows, range(len(rows)), f"with {config}")

@@ -7,24 +7,24 @@ import gc
 import importlib.util
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support_families import FAMILIES, build, family_params, random_prompts
+from support_families import FAMILIES, build, family_params
 from support_fuzz_cases import draw_case
 from support_fuzz_check import check
 from support_fuzz_models import missing
 from support_interrupts import Stop
+from support_invariant import Rows, alone, in_a_list, model_of, short_of_memory, strangers_and_mine, told
 from support_untouched import fingerprint
 from support_word_tokenizer import word_tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_batchllm import BatchGenerator, BatchResult, ConfigError, UnsupportedModelError, run_file
+from hf_batchllm import BatchGenerator, ConfigError, UnsupportedModelError, run_file
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model import fixed_attention, fixed_passes
 from hf_batchllm.model.fixed_attention import FixedAttention
@@ -32,11 +32,6 @@ from hf_batchllm.patches.fixed_products import FixedThreads
 from hf_batchllm.sampling import logprobs, rows_together
 
 SEED = 12
-Rows = list[str]  # of a prompt's samples, all that is known of each
-OPTIONS: dict[str, Any] = {
-    **{"max_new_tokens": 12, "do_sample": True, "temperature": 1.3, "top_p": 0.95, "num_return_sequences": 2},
-    **{"logprobs": 2, "prompt_logprobs": 1, "progress": False},
-}
 
 
 @contextmanager
@@ -47,11 +42,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@cache
-def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    return build(family) if dtype == torch.float32 else copy.deepcopy(build(family)).to(dtype)
 
 
 def llama(**config: Any) -> Any:
@@ -65,46 +55,6 @@ def llama(**config: Any) -> Any:
             if each.ndim > 1:
                 each.mul_(8)
     return model
-
-
-@cache
-def strangers_and_mine() -> tuple[list[list[int]], list[int]]:
-    """Twenty prompts, and the places of four among them, of which two share with others what they begin with."""
-    rng = random.Random(5)
-    prompts = random_prompts(rng, 97, "nested", 8) + random_prompts(rng, 97, "distinct", 8)
-    prompts += random_prompts(rng, 97, "prefix", 4)
-    order = list(range(20))
-    rng.shuffle(order)
-    return [prompts[place] for place in order], [order.index(place) for place in (0, 7, 13, 18)]
-
-
-def told(result: BatchResult, places: Sequence[int]) -> list[Rows]:
-    """All that a call says of the prompts at some places, to the last bit."""
-    every: dict[int, Rows] = {place: [] for place in places}
-    for row in result:
-        if row.index in every:
-            every[row.index].append(repr((row.token_ids, row.score, row.logprobs, row.prompt_logprobs)))
-    return list(every.values())
-
-
-def alone(model: Any, invariant: bool = True, **options: Any) -> list[Rows]:
-    prompts, mine = strangers_and_mine()
-    with BatchGenerator(model, invariant=invariant) as generator:
-        each = [generator.generate([prompts[place]], **{**OPTIONS, "seed": [place], **options}) for place in mine]
-    return [told(result, [0])[0] for result in each]
-
-
-def in_a_list(generator: BatchGenerator, **options: Any) -> tuple[list[Rows], BatchResult]:
-    prompts, mine = strangers_and_mine()
-    result = generator.generate(prompts, **{**OPTIONS, "seed": list(range(20)), **options})
-    return told(result, mine), result
-
-
-def short_of_memory(model: Any, **config: Any) -> dict[str, Any]:
-    """Settings under which some sequences have to make room, and are computed again."""
-    with BatchGenerator(model, **config) as probe:
-        token = probe.architecture.kv_bytes_per_token
-    return {"page_size": 4, "min_shared_tokens": 4, "max_batch_tokens": 24, "kv_memory": 80 * token, **config}
 
 
 # -- the promise -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hf_batchllm import BatchConfig, ConfigError
 from hf_batchllm.kernel_check import trust
 from hf_batchllm.kernel_check.outcomes import PASSED, WRONG, Outcome
 from hf_batchllm.model import varlen_attention
-from hf_batchllm.model.choose_backend import check_backend
+from hf_batchllm.model.choose_backend import check_backend, why_not_invariant
 from hf_batchllm.notices import Notices
 
 CUDA = torch.device("cuda")
@@ -116,3 +116,28 @@ def test_page_sizes(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")
     assert "not 100" in (said(BatchConfig(page_size=100)) or "")
     assert all(said(BatchConfig(page_size=size)) is None for size in (16, 32, 64, 128))
+
+
+def test_where_a_gpu_can_give_the_same_bits_in_any_list(card: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="for the first time"):
+        assert why_not_invariant(BatchConfig(invariant=True), CUDA) is None
+    assert why_not_invariant(BatchConfig(invariant=True, backend="triton"), CUDA) is None
+    reasons = {
+        "norms depend on the number of rows: leave `fuse=False` out": {"fuse": False},
+        'leave `backend="torch"` out': {"backend": "torch"},
+        "`page_size` of 16, 32, 64 or 128, not 48": {"page_size": 48},
+    }
+    for words, settings in reasons.items():
+        assert words in (why_not_invariant(BatchConfig(invariant=True, **settings), CUDA) or ""), words
+    assert "CUDA GPUs and CPUs alone" in (why_not_invariant(BatchConfig(invariant=True), torch.device("mps")) or "")
+    assert why_not_invariant(BatchConfig(invariant=True, page_size=48), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("group", ["parts", "attention", "layers"])
+def test_a_card_whose_kernels_fail_cannot(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """A failure of any of three groups counts: nothing else can take the place of these kernels."""
+    monkeypatch.setattr(
+        trust, "outcomes", lambda of, device: iter([Outcome("a case", WRONG if of == group else PASSED, "why")])
+    )
+    with pytest.warns(UserWarning, match="for the first time"):
+        assert "a case: wrong (why)" in (why_not_invariant(BatchConfig(invariant=True), CUDA) or "")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,8 +20,9 @@ from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult, Generation, GenerationInterrupted
 from hf_batchllm.engine import extra_outputs
 from hf_batchllm.errors import OptionValueError, UnsupportedOptionError
+from hf_batchllm.kernels.likeliest_torch import likeliest
 from hf_batchllm.sampling import logprobs as logprobs_module
-from hf_batchllm.sampling.logprobs import log_probs
+from hf_batchllm.sampling.logprobs import log_probs, log_probs_of_tokens
 
 FAMILY = "llama"
 KINDS_OF_ATTENTION = ["llama", "gemma3", "gpt_oss", "opt"]  # windows, sinks, learned positions
@@ -160,6 +162,37 @@ def test_of_half_precision_in_float32() -> None:
     rows = torch.cat(seen).float().log_softmax(dim=-1).amax(dim=-1)
     best = torch.tensor([next(iter(generation.logprobs[0].values())) for generation in out])
     torch.testing.assert_close(best.sort().values, rows.sort().values)
+
+
+@pytest.mark.parametrize("letters", [2, 40, 10_000])
+@pytest.mark.parametrize("k", [1, 5, 80])
+def test_of_equals_the_lowest_are_named(letters: int, k: int) -> None:
+    """However many are as good as the last one that is asked for, and whatever else is in the step."""
+    generator = torch.Generator().manual_seed(letters + k)
+    scores = torch.randint(letters, (7, 3000), generator=generator).float()
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(likeliest(scores, k)[1], expected)
+    for row in range(7):
+        (entry,) = log_probs(scores[row : row + 1], np.array([0]), [int(expected[row, 0])], k)
+        assert list(entry) == expected[row].tolist()
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_as_the_device_notes_them(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tokens are picked on the device, all log-probabilities are found as there; here with the twin."""
+    generator = torch.Generator().manual_seed(k)
+    logits = torch.randn(9, 300, generator=generator)
+    rows, tokens = np.array([8, 0, 1, 1, 2, 3, 7, 4]), [5, 6, 7, 8, 9, 299, 0, 1]
+    found = log_probs(logits, rows, tokens, k)
+    scored = log_probs_of_tokens(logits, np.sort(rows), np.array(tokens))
+    monkeypatch.setattr(logprobs_module, "may_pick_on", lambda device: True)
+    monkeypatch.setattr(logprobs_module, "LOGITS_AT_ONCE", 900)
+    noted = log_probs(logits, rows, tokens, k)
+    assert [list(entry) for entry in noted] == [list(entry) for entry in found]
+    for one, other in zip(noted, found, strict=True):
+        assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-5)
+    for one, other in zip(log_probs_of_tokens(logits, np.sort(rows), np.array(tokens)), scored, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
     if why is not None:
         raise UnsupportedModelError(
             "`invariant=True` promises the same answers to the last bit, and here that cannot be done: on made-up "
-            f"tokens {use.architecture.name} gave other bits {why} than alone (torch {torch.__version__}, {device})"
+            f"tokens {use.architecture.name} gave other bits {why} than alone (torch {torch.__version__}, {device}"
+            f"{f'; {use.fused_summary}' if use.fused_summary else ''})"
         )
     done.add(key)
 

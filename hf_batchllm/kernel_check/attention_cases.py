@@ -169,8 +169,12 @@ def _kinds(where: Where, shape: Shape) -> dict[str, Callable[[], None]]:
 def tried(device: torch.device, shape: Shape) -> str | None:
     """Run the cases of a shape in this process; gives what went wrong, in a line. Not while a graph is captured."""
     where = Where(device)
-    brief = {"many short items": partial(decode, where, shape, brief=True)}
-    for name, case in (_kinds(where, shape) | brief).items():
+    return failure({**_kinds(where, shape), "many short items": partial(decode, where, shape, brief=True)}, shape)
+
+
+def failure(cases_of_shape: dict[str, Callable[[], None]], shape: Shape) -> str | None:
+    """What went wrong in the first case that failed, in a line."""
+    for name, case in cases_of_shape.items():
         try:
             case()
         except Exception as error:

@@ -13,7 +13,7 @@ import torch
 from ..kernels import fixed_attention_torch
 from ..kernels.fixed_lists import FIXED_TILES, PART, build_fixed
 from ..kernels.ranges import Readers
-from .attention_cases import Shape, in_wide, tensors_of, units_of
+from .attention_cases import Shape, failure, in_wide, tensors_of, units_of, writing
 from .comparing import Where, Wrong, near
 
 _PREFIX = PART + 128  # tokens that most rows share: they go on within its last part
@@ -66,6 +66,14 @@ def in_parts(where: Where, shape: Shape) -> None:
     for way in _OTHER_WAYS:
         if not torch.equal(attended(fixed_attention_triton, given, **way), ours):
             raise Wrong("a row has other bits where its keys are read in other blocks")
+
+
+def tried_in_parts(device: torch.device, shape: Shape) -> str | None:
+    """As ``attention_cases.tried``."""
+    where = Where(device)
+    return failure(
+        {"KV cache": partial(writing, where, shape), "attention in parts": partial(in_parts, where, shape)}, shape
+    )
 
 
 def cases(where: Where) -> dict[str, Callable[[], None]]:

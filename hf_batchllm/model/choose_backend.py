@@ -10,7 +10,7 @@ import dataclasses
 import torch
 
 from ..config import BatchConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedModelError
 from ..kernel_check.comparing import is_interpreted
 from ..kernel_check.trust import WORK, is_checked, refusal, unusable
 from ..kernels.work_lists import PAGE_SIZES
@@ -52,9 +52,29 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
         notices("slow", f"attention on {device} runs in plain PyTorch, which is correct and slow: {reason}{also}")
 
 
+def why_not_invariant(config: BatchConfig, device: torch.device) -> str | None:
+    """Why this device cannot give a row the same bits in any list, in the user's words; None if nothing is known."""
+    if device.type == "cpu":
+        return (
+            'on a CPU the Triton kernels cannot: leave `backend="triton"` out' if config.backend == "triton" else None
+        )
+    if device.type != "cuda":
+        return f"the model is on {device}, and there are kernels for it on CUDA GPUs and CPUs alone"
+    if config.backend == "torch":
+        return 'on a GPU plain PyTorch cannot: leave `backend="torch"` out'
+    if not config.fuse:
+        return "on a GPU the sums of PyTorch's norms depend on the number of rows: leave `fuse=False` out"
+    return _refused(config, device) or _why_not("parts", config, device) or _why_not("layers", config, device)
+
+
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
-    if config.invariant and device.type == "cpu":
-        return FixedBackend(storage, device)
+    if config.invariant:
+        if device.type == "cpu":
+            return FixedBackend(storage, device)
+        if (why := why_not_invariant(config, device)) is not None:  # a check may have failed since the call began
+            raise UnsupportedModelError(f"`invariant=True` cannot be kept: {why}")
+        kernels, fixed = triton_kernels(interpreted=is_interpreted()), triton_fixed_kernels()
+        return FixedTritonBackend(fixed, kernels, storage, device, notices, tries_shapes=is_checked(device))
     if config.backend == "torch":
         return TorchBackend(storage, device)
     if _refused(config, device) is not None:
@@ -62,8 +82,6 @@ def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, 
             return varlen_attention.VarlenBackend(storage, device, notices)
         return TorchBackend(storage, device)
     kernels = triton_kernels(interpreted=is_interpreted())
-    if config.invariant:
-        return FixedTritonBackend(triton_fixed_kernels(), kernels, storage, device, notices)
     return TritonBackend(kernels, storage, device, notices, tries_shapes=is_checked(device))
 
 

@@ -6,18 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedModelError
+from ..kernel_check.attention_cases import Shape
+from ..kernel_check.part_cases import tried_in_parts
 from ..kernels.fixed_lists import FIXED_TILES, build_fixed
 from ..kernels.work_lists import WorkLists
 from ..notices import Notices
 from ..patches.attention_interface import AttentionCall
 from .batch import AttentionBatch
 from .kv_storage import KVStorage
-from .triton_attention import AttentionKernels, KernelAttention, StepWork, TritonBackend, WorkSource
+from .triton_attention import AttentionKernels, KernelAttention, StepWork, TritonBackend, WorkSource, on_this_card
 from .unsplit_products import unsplit_products
 
 _ANY_LENGTH = 1 << 40
@@ -58,11 +61,19 @@ class FixedTritonBackend(TritonBackend):
     def products(self) -> AbstractContextManager[object]:
         return unsplit_products() if self.device.type == "cuda" else nullcontext()
 
+    def failure(self, device: torch.device, shape: Shape) -> str | None:
+        return _tried(device, shape)
+
     def work_of(self, batch: AttentionBatch) -> FixedStepWork:
         return FixedStepWork(batch, self.device, self.multiprocessors, self.gates, self.work_seen)
 
     def over(self, work: WorkSource) -> FixedKernelAttention:
         return FixedKernelAttention(work, self)
+
+
+@cache
+def _tried(device: torch.device, shape: Shape) -> str | None:
+    return on_this_card(tried_in_parts(device, shape))
 
 
 class FixedStepWork(StepWork):

@@ -13,6 +13,7 @@ from ..inputs.base_model import base_model
 from ..patches.fixed_experts import why_not_fixed
 from ..patches.uncompiled import every_module
 from .architecture import Architecture
+from .choose_backend import why_not_invariant
 from .owners_warnings import place_of_hooks
 
 
@@ -44,10 +45,15 @@ def _refusal(why: str) -> UnsupportedModelError:
 def _reasons(model: nn.Module, architecture: Architecture, config: BatchConfig) -> Iterator[str]:
     inner, name = base_model(model), architecture.name
     modules = every_module(inner)
-    if architecture.device.type != "cpu":
-        yield f"{name} is on {architecture.device}, and so far only a CPU has kernels for it"
-    if config.backend == "triton":
-        yield 'so far the Triton kernels cannot: leave `backend="triton"` out'
+    if (lacking := why_not_invariant(config, architecture.device)) is not None:
+        yield lacking
+    elif architecture.device.type != "cpu" and any(
+        each.ndim > 1 and each.dtype == torch.float32 for each in inner.parameters()
+    ):
+        yield (
+            f"{name} has weights in float32, and a GPU adds up their products in an order that depends on the number "
+            "of rows: load it with dtype=torch.bfloat16 or torch.float16"
+        )
     if architecture.ranks.size > 1:
         yield "several processes add up what each has computed"
     if architecture.states:

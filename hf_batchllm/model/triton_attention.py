@@ -141,6 +141,10 @@ class TritonBackend(AttentionBackend):
         for heads, dim, device in self._part_shapes:
             self.parts(parts, heads, dim, device)
 
+    def failure(self, device: torch.device, shape: Shape) -> str | None:
+        """What goes wrong where the kernels are tried in a layer's shape."""
+        return _tried(device, shape)
+
     def refusal(self, call: AttentionCall) -> str | None:
         """Why the kernels cannot do this layer."""
         heads, kv_heads, qk_dim, v_dim = call.q.shape[1], *call.k.shape[1:], call.v.shape[2]
@@ -151,14 +155,17 @@ class TritonBackend(AttentionBackend):
             if reason is None and self.tries_shapes:
                 if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
                     return None  # a graph that is being captured has run its layers before
-                reason = _tried(call.q.device, Shape(*shape, *options))
+                reason = self.failure(call.q.device, Shape(*shape, *options))
             self._refusals[shape, options] = reason
         return self._refusals[shape, options]
 
 
 @cache
 def _tried(device: torch.device, shape: Shape) -> str | None:
-    failed = tried(device, shape)
+    return on_this_card(tried(device, shape))
+
+
+def on_this_card(failed: str | None) -> str | None:
     return None if failed is None else f"a kernel failed its check on this card: {failed}"
 
 

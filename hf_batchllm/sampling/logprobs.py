@@ -13,9 +13,13 @@ import torch
 
 from ..inputs.images.prompt_images import FIRST_KEY
 from ..inputs.prompts import Prompt
+from ..kernels.likeliest_torch import likeliest
 from ..model.transfers import start_copy_to_host, to_device
 from ..planning.requests_and_prefixes import Request, Unit
 from ..planning.step import Chunk
+from .device_logprobs import MOST_LIKELY
+from .device_options import may_pick_on
+from .sampling_kernels import sampling_kernels
 
 LogProbs = dict[int, float]  # token id -> log-probability, the likeliest first
 PickTokens = Callable[[torch.Tensor, Sequence[Request]], list[int]]  # as HostSampler
@@ -233,13 +237,13 @@ def start_log_probs(
     """As ``log_probs``. What comes back waits for the device and gives them; the logits are not needed any more."""
     order = np.argsort(rows, kind="stable")
     chosen = np.asarray(tokens, dtype=np.int64)[order]
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # of each block, in the order of the rows
-    for block in _blocks(logits, rows[order], chosen, LOGITS_AT_ONCE):
-        best, ids = block.logits.topk(min(k, logits.shape[-1]), dim=-1)  # [block, k]
-        found.append((ids[block.rows], (best - block.lse[:, None])[block.rows], block.of_tokens()))
-        del block  # before the next one is made
-    if not found:
+    k = min(k, logits.shape[-1])
+    if not len(order):
         return lambda: []
+    if k <= MOST_LIKELY and may_pick_on(logits.device):  # as for tokens that are picked there: to the last bit
+        found = list(_noted(logits, rows[order], chosen, k))
+    else:
+        found = list(_looked_up(logits, rows[order], chosen, k))
     # One copy of each kind: the host's memory for it takes long to get.
     copies = [start_copy_to_host(torch.cat(each)) for each in zip(*found, strict=True)]
 
@@ -247,12 +251,37 @@ def start_log_probs(
         entries: list[LogProbs] = [{}] * len(order)
         others, values, of_tokens = (copied().tolist() for copied in copies)
         every = zip(order.tolist(), others, values, chosen.tolist(), of_tokens, strict=True)
-        for place, likeliest, likely, token, value in every:
-            entries[place] = entry = dict(zip(likeliest, likely, strict=True))
+        for place, best, likely, token, value in every:
+            entries[place] = entry = dict(zip(best, likely, strict=True))
             entry.setdefault(token, value)  # no likelier than those before it
         return entries
 
     return read
+
+
+# Of some pairs, in their order: the likeliest tokens, their log-probabilities, and the pair's own.
+_Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # [pairs, k], [pairs, k], [pairs]
+
+
+def _looked_up(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, k: int) -> Iterator[_Found]:
+    for block in _blocks(logits, rows, tokens, LOGITS_AT_ONCE):
+        best, ids = likeliest(block.logits, k) if k else (block.logits[:, :0], block.rows.new_zeros(len(block.lse), 0))
+        yield ids[block.rows], (best - block.lse[:, None])[block.rows], block.of_tokens()
+        del block  # before the next one is made
+
+
+def _noted(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, k: int) -> Iterator[_Found]:
+    note, device = sampling_kernels(logits.device).note_likeliest, logits.device
+    every = to_device(tokens, device)
+    size = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    for begin in range(0, len(rows), size):
+        some = rows[begin : begin + size]
+        in_a_row = int(some[-1] - some[0]) == len(some) - 1 and bool((np.diff(some) == 1).all())
+        read = logits[int(some[0]) : int(some[-1]) + 1] if in_a_row else logits[to_device(some, device)]
+        ids = torch.empty(len(some), 1, k, dtype=torch.int32, device=device)
+        values = torch.empty(len(some), 1, k + 1, dtype=torch.float32, device=device)
+        note(read, every[begin : begin + size], ids, values)
+        yield ids[:, 0], values[:, 0, :k], values[:, 0, k]
 
 
 @torch.no_grad()
@@ -262,6 +291,9 @@ def log_probs_of_tokens(
     """For each pair of a row of ``logits`` [n, vocabulary] (in order) and a token: its log-probability, and whether it
     is the likeliest, the first one among equals. Both stay on the device.
     """
+    if len(rows) and may_pick_on(logits.device):
+        best, _, own = map(torch.cat, zip(*_noted(logits, rows, tokens, 1), strict=True))
+        return own, best[:, 0] == to_device(tokens, logits.device)
     on_a_cpu = logits.device.type == "cpu"
     at_once = _LOGITS_PER_CPU_THREAD * torch.get_num_threads() if on_a_cpu else LOGITS_AT_ONCE
     found: list[torch.Tensor] = []

@@ -1,0 +1,131 @@
+"""Whether `invariant=True` keeps its promise on this machine: random lists, compared to the last bit.
+
+    python examples/benchmarks/check_invariant.py --config llama-8b --cases 300
+    python examples/benchmarks/check_invariant.py --config llama-8b --cases 60 --without
+
+Some prompts of each list are answered alone. Then the list is run in other ways: in another order and beside other
+prompts, with shared prefixes and without, in smaller steps, with little memory, with kept prefixes, with and without
+CUDA graphs. A case is one prompt in one way. It differs where a token, a score or a log-probability has another bit.
+`--without` leaves the flag out: then cases should differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import torch
+
+from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm.bench.models import load_model
+
+PROMPTS, STRANGERS, ALONE, WAYS = 14, 10, 4, 4  # of a list
+Prompt = list[int]
+
+
+def draw_prompts(dice: random.Random, longest: int, vocabulary: int) -> list[Prompt]:
+    """Half of them begin as an earlier one does."""
+    prompts: list[Prompt] = []
+    for _ in range(PROMPTS + STRANGERS):
+        start: Prompt = []
+        if prompts and dice.random() < 0.6:
+            earlier = dice.choice(prompts)
+            start = earlier[: dice.randint(0, len(earlier))]
+        more = int(longest ** dice.random())
+        prompts.append((start + [dice.randrange(vocabulary) for _ in range(more)])[:longest])
+    return prompts
+
+
+def draw_options(dice: random.Random, new_tokens: int) -> dict[str, Any]:
+    sampled = {"do_sample": True, "temperature": dice.choice((0.7, 1.0, 1.5)), "top_p": dice.choice((0.9, 1.0))}
+    options: dict[str, Any] = dict(sampled) if dice.random() < 0.6 else {"do_sample": False}
+    if options["do_sample"] and dice.random() < 0.4:
+        options["num_return_sequences"] = dice.choice((2, 3))
+    if dice.random() < 0.3:
+        options["repetition_penalty"] = 1.2
+    if dice.random() < 0.5:
+        options["prompt_logprobs"] = 0
+    options |= {"max_new_tokens": dice.randint(2, new_tokens), "logprobs": dice.choice((0, 3))}
+    return {**options, "progress": False}
+
+
+def draw_way(dice: random.Random, longest: int, token_bytes: int) -> dict[str, Any]:
+    every: dict[str, Any] = {
+        "share_prefixes": False,
+        "max_batch_tokens": dice.choice((48, 200, 1000)),
+        "kv_memory": 4 * longest * token_bytes,
+        "keep_prefixes": 8,
+        "steps_per_sync": dice.choice((1, 3, 32)),
+        "cuda_graphs": False,
+        "scheduler": "fifo",
+        "min_shared_tokens": dice.choice((1, 300)),
+    }
+    return {name: value for name, value in every.items() if dice.random() < 0.3}
+
+
+def told(result: BatchResult, place: int) -> list[str]:
+    """All that a call says of a prompt, to the last bit."""
+    rows = [row for row in result if row.index == place]
+    return [repr((row.token_ids, row.score, row.logprobs, row.prompt_logprobs)) for row in rows]
+
+
+def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, invariant: bool) -> Counter[str]:
+    """The ways of a list: how many cases of each kind there were, and how many of these differ."""
+    prompts = draw_prompts(dice, longest, model.config.get_text_config().vocab_size)
+    seeds = [dice.randrange(2**40) for _ in prompts]
+    options = draw_options(dice, new_tokens)
+    counted: Counter[str] = Counter()
+    with BatchGenerator(model, invariant=invariant) as generator:
+        token_bytes = generator.architecture.kv_bytes_per_token
+        some = dice.sample(range(PROMPTS), ALONE)
+        alone = {at: told(generator.generate([prompts[at]], **options, seed=[seeds[at]]), 0) for at in some}
+    for _ in range(WAYS):
+        way = draw_way(dice, longest, token_bytes)
+        order: Sequence[int] = dice.sample(range(len(prompts)), dice.randint(PROMPTS, len(prompts)))
+        order = [*order, *(at for at in some if at not in order)]
+        with BatchGenerator(model, invariant=invariant, **way) as generator:
+            for _ in range(2 if "keep_prefixes" in way else 1):
+                result = generator.generate([prompts[at] for at in order], **options, seed=[seeds[at] for at in order])
+        preempted = ["preempted"] if result.report.preemptions else []
+        for name in [*way, *preempted, "all"]:
+            counted[name] += len(some)
+            counted[f"{name} differ"] += sum(told(result, order.index(at)) != alone[at] for at in some)
+    return counted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder or a name on the hub")
+    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--cases", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=1e9, help="at most so many")
+    parser.add_argument("--longest", type=int, default=1500, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--new", type=int, default=40, help="tokens of an answer, at most (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without", action="store_true", help="without the flag, where cases should differ")
+    asked = parser.parse_args()
+    device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device(asked.device)
+    config = None if asked.model else asked.config
+    model = load_model(asked.model, config, device, getattr(torch, asked.dtype))
+    counted: Counter[str] = Counter()
+    began, number = time.monotonic(), 0
+    while counted["all"] < asked.cases and time.monotonic() - began < asked.seconds:
+        dice = random.Random(f"{asked.seed}:{number}")
+        counted += check_list(dice, model, asked.longest, asked.new, not asked.without)
+        number += 1
+    flag = "without invariant=True" if asked.without else "invariant=True"
+    print(f"{asked.model or asked.config}, {asked.dtype}, {device}, {flag}: {time.monotonic() - began:.0f} s\n")
+    print(f"{'lists with':24}{'cases':>8}{'differ':>8}")
+    for name in sorted(name for name in counted if not name.endswith(" differ")):
+        print(f"{name:24}{counted[name]:8,}{counted[f'{name} differ']:8,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A prompt's answer alone, and in a list: all that a call says of it, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from support_families import build, random_prompts
+
+from hf_batchllm import BatchGenerator, BatchResult
+
+Rows = list[str]  # of a prompt's samples, all that is known of each
+OPTIONS: dict[str, Any] = {
+    **{"max_new_tokens": 12, "do_sample": True, "temperature": 1.3, "top_p": 0.95, "num_return_sequences": 2},
+    **{"logprobs": 2, "prompt_logprobs": 1, "progress": False},
+}
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    return build(family) if dtype == torch.float32 else copy.deepcopy(build(family)).to(dtype)
+
+
+@cache
+def strangers_and_mine() -> tuple[list[list[int]], list[int]]:
+    """Twenty prompts, and the places of four among them, of which two share with others what they begin with."""
+    rng = random.Random(5)
+    prompts = random_prompts(rng, 97, "nested", 8) + random_prompts(rng, 97, "distinct", 8)
+    prompts += random_prompts(rng, 97, "prefix", 4)
+    order = list(range(20))
+    rng.shuffle(order)
+    return [prompts[place] for place in order], [order.index(place) for place in (0, 7, 13, 18)]
+
+
+def told(result: BatchResult, places: Sequence[int]) -> list[Rows]:
+    """All that a call says of the prompts at some places, to the last bit."""
+    every: dict[int, Rows] = {place: [] for place in places}
+    for row in result:
+        if row.index in every:
+            every[row.index].append(repr((row.token_ids, row.score, row.logprobs, row.prompt_logprobs)))
+    return list(every.values())
+
+
+def alone(model: Any, invariant: bool = True, **options: Any) -> list[Rows]:
+    prompts, mine = strangers_and_mine()
+    with BatchGenerator(model, invariant=invariant) as generator:
+        each = [generator.generate([prompts[place]], **{**OPTIONS, "seed": [place], **options}) for place in mine]
+    return [told(result, [0])[0] for result in each]
+
+
+def in_a_list(generator: BatchGenerator, **options: Any) -> tuple[list[Rows], BatchResult]:
+    prompts, mine = strangers_and_mine()
+    result = generator.generate(prompts, **{**OPTIONS, "seed": list(range(20)), **options})
+    return told(result, mine), result
+
+
+def short_of_memory(model: Any, **config: Any) -> dict[str, Any]:
+    """Settings under which some sequences have to make room, and are computed again."""
+    with BatchGenerator(model, **config) as probe:
+        token = probe.architecture.kv_bytes_per_token
+    return {"page_size": 4, "min_shared_tokens": 4, "max_batch_tokens": 24, "kv_memory": 80 * token, **config}

@@ -1,0 +1,57 @@
+"""``invariant=True`` on a GPU, in half precision."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support_families import build, family_params
+from support_invariant import alone, in_a_list
+
+from hf_batchllm import BatchGenerator, UnsupportedModelError
+from hf_batchllm.model.unsplit_products import unsplit_products
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "qwen3_moe"]))
+def test_on_a_gpu(family: str) -> None:
+    model = copy.deepcopy(build(family)).to("cuda", torch.bfloat16)
+    expected = alone(model)
+    with BatchGenerator(model, invariant=True, max_batch_tokens=200, min_shared_tokens=4) as generator:
+        assert in_a_list(generator)[0] == expected
+    for settings in ({"share_prefixes": False}, {"cuda_graphs": False}, {"steps_per_sync": 1}, {"kv_memory": 0.01}):
+        with BatchGenerator(model, invariant=True, **settings) as generator:
+            assert in_a_list(generator)[0] == expected, settings
+    with BatchGenerator(model, invariant=True, keep_prefixes=8) as generator:
+        for _ in range(2):
+            found = in_a_list(generator, prompt_logprobs=None)[0]  # which are not kept
+            assert found == alone(model, prompt_logprobs=None)
+
+
+def test_products_that_came_before_on_a_gpu() -> None:
+    """A notebook has run the model before: the settings of products are in force all the same."""
+    x, weight = (torch.randn(rows, 14336, device="cuda", dtype=torch.bfloat16) for rows in (512, 4096))
+
+    def varies() -> bool:
+        every = torch.nn.functional.linear(x, weight)
+        return any(not torch.equal(torch.nn.functional.linear(x[:rows], weight), every[:rows]) for rows in (1, 8, 64))
+
+    assert varies()
+    with unsplit_products():
+        assert not varies()
+    assert varies()
+
+
+def test_what_is_refused_on_a_gpu() -> None:
+    model = copy.deepcopy(build("llama")).to("cuda")
+    with pytest.raises(UnsupportedModelError, match=r"has weights in float32.*load it with dtype=torch.bfloat16"):
+        BatchGenerator(model, invariant=True)
+    model.bfloat16()
+    with pytest.raises(UnsupportedModelError, match="leave `fuse=False` out"):
+        BatchGenerator(model, invariant=True, fuse=False)
+    with BatchGenerator(model, invariant=True) as generator:
+        with pytest.raises(UnsupportedModelError, match="leave `num_beams` out"):
+            generator.generate([[5, 6]], num_beams=2, max_new_tokens=2, progress=False)
+        assert generator.generate([[5, 6]], max_new_tokens=2, progress=False)[0].token_ids
