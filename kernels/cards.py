@@ -111,7 +111,7 @@ _HOPPER = Card(
     in_parts=(
         _ByWidth(Launch(16, 2, 2), Launch(16, 4, 2)),
         _ByWidth(Launch(64, 4, 3), Launch(64, 8, 2)),
-        _ByWidth(Launch(128, 8, 2), Launch(64, 8, 2)),  # K and V are read half as often as with 64 lines
+        _ByWidth(Launch(64, 4, 3), Launch(64, 8, 2)),  # two blocks to a multiprocessor; with 128 lines a quarter slower
     ),
     experts=(  # the best of a sweep (docs/experts-notes.md)
         (8, ExpertTiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
