@@ -10,7 +10,6 @@ from support_families import build, family_params
 from support_invariant import alone, in_a_list
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
-from hf_batchllm.model.unsplit_products import unsplit_products
 
 pytestmark = pytest.mark.gpu
 
@@ -28,20 +27,6 @@ def test_on_a_gpu(family: str) -> None:
         for _ in range(2):
             found = in_a_list(generator, prompt_logprobs=None)[0]  # which are not kept
             assert found == alone(model, prompt_logprobs=None)
-
-
-def test_products_that_came_before_on_a_gpu() -> None:
-    """A notebook has run the model before: the settings of products are in force all the same."""
-    x, weight = (torch.randn(rows, 14336, device="cuda", dtype=torch.bfloat16) for rows in (512, 4096))
-
-    def varies() -> bool:
-        every = torch.nn.functional.linear(x, weight)
-        return any(not torch.equal(torch.nn.functional.linear(x[:rows], weight), every[:rows]) for rows in (1, 8, 64))
-
-    assert varies()
-    with unsplit_products():
-        assert not varies()
-    assert varies()
 
 
 def test_what_is_refused_on_a_gpu() -> None:

@@ -26,6 +26,7 @@ from .kv_storage import KVStorage
 from .state_step import StateKernels, in_torch
 from .torch_attention import TorchBackend
 from .triton_attention import TritonBackend, triton_kernels
+from .unsplit_products import why_not_unsplit
 
 
 def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -> None:
@@ -64,7 +65,12 @@ def why_not_invariant(config: BatchConfig, device: torch.device) -> str | None:
         return 'on a GPU plain PyTorch cannot: leave `backend="torch"` out'
     if not config.fuse:
         return "on a GPU the sums of PyTorch's norms depend on the number of rows: leave `fuse=False` out"
-    return _refused(config, device) or _why_not("parts", config, device) or _why_not("layers", config, device)
+    return (
+        why_not_unsplit()
+        or _refused(config, device)
+        or _why_not("parts", config, device)
+        or _why_not("layers", config, device)
+    )
 
 
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:

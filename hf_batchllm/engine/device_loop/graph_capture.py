@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ...model.unsplit_products import make_room_on_stream
+
 
 @contextmanager
 def own_copies(within: Sequence[torch.autocast]) -> Iterator[None]:
@@ -44,6 +46,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> I
     try:
         gc.disable()
         with torch.cuda.stream(_capture_stream(device)):
+            make_room_on_stream()
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 yield

@@ -58,7 +58,7 @@ class StepsAsGraphs:
             self._outside = torch.cuda.current_stream()
         if self.graphs is not None:
             self.graphs.replays = False
-        with self.runner.surroundings(), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self.runner.surroundings():  # which are those of the stream
             yield
         self._outside = None
 
@@ -92,7 +92,7 @@ class StepsAsGraphs:
             self.graphs.owner_had_control()
 
     def put_back(self, step: Step) -> None:
-        with self.runner.surroundings(), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self.runner.surroundings():  # which are those of the stream
             if self.graphs is not None:
                 self.graphs.close(self._stream)  # they hold memory that no other step can use; new ones can be captured
             self.runner.restore()
