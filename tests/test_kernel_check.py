@@ -66,7 +66,7 @@ def test_each_kernel_of_a_group_is_tried(group: str) -> None:
         "sampling": [field.name for field in dataclasses.fields(SamplingKernels)],
         "experts": [field.name for field in dataclasses.fields(ExpertKernels)],
         "states": ["short_convolution", "delta_rule", "state_space", "selective_scan", "decay_and_beta", "gated_norm"],
-        "parts": ["attend_fixed", "merge_fixed"],
+        "parts": ["attend_fixed", "merge_fixed", "narrow_product"],
     }
     text = inspect.getsource(inspect.getmodule(GROUPS[group]))  # type: ignore[arg-type]
     assert [name for name in asked[group] if name not in text] == []
@@ -95,7 +95,7 @@ KERNELS = {
         "selective_scan": ["selective_scan"],
         "gated_ops": ["decay_and_beta", "gated_norm"],
     },
-    "parts": {"fixed_attention": ["attend_fixed", "merge_fixed"]},
+    "parts": {"fixed_attention": ["attend_fixed", "merge_fixed"], "narrow_products": ["narrow_product"]},
 }
 # Kernels that do not do what they are told by one of their options: (group, kernel, option, what it takes instead).
 DEAF = [
@@ -106,6 +106,7 @@ DEAF = [
     ("parts", "fixed_attention.attend_fixed", "window", None),
     ("parts", "fixed_attention.attend_fixed", "softcap", None),
     ("parts", "fixed_attention.merge_fixed", "sinks", None),
+    ("parts", "narrow_products.narrow_product", "bias", None),
     ("layers", "layer_ops.add_rms_norm", "form", "llama"),
     ("layers", "layer_ops.add_rms_norm", "inner_weight", None),
     ("layers", "layer_ops.act_and_mul", "activation", "silu"),

@@ -1,4 +1,7 @@
-"""Cases of attention in parts that end at fixed positions: right, and the same bits in other surroundings."""
+"""Cases of attention in parts that end at fixed positions, and of products with few columns.
+
+Both are right, and give a row the same bits in other surroundings.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,21 @@ def in_parts(where: Where, shape: Shape) -> None:
             raise Wrong("a row has other bits where its keys are read in other blocks")
 
 
+def narrow(where: Where, dtype: torch.dtype, columns: int, depth: int) -> None:
+    """Few columns, or an odd number: right, and the same bits among more rows and fewer."""
+    from ..kernels import narrow_products_torch, narrow_products_triton
+
+    generator = where.generator()
+    sizes = (70, depth), (columns, depth), (columns,)
+    x, weight, bias = (where.random(generator, *size, dtype=dtype) for size in sizes)
+    every = narrow_products_triton.narrow_product(x, weight, bias)
+    near(every, narrow_products_torch.narrow_product(x, weight, bias))
+    near(narrow_products_triton.narrow_product(x, weight), narrow_products_torch.narrow_product(x, weight))
+    for rows in (1, 2, 33):
+        if not torch.equal(narrow_products_triton.narrow_product(x[:rows], weight, bias), every[:rows]):
+            raise Wrong(f"in a narrow product of {rows} rows these have other bits")
+
+
 def tried_in_parts(device: torch.device, shape: Shape) -> str | None:
     """As ``attention_cases.tried``."""
     where = Where(device)
@@ -85,4 +103,7 @@ def cases(where: Where) -> dict[str, Callable[[], None]]:
         "float16, soft cap": Shape(7, 1, 128, 128, 64, torch.float16, softcap=20.0),
         "heads of 96 and 80, sinks": Shape(6, 3, 96, 80, 128, half, sinks=True),
     }
-    return {f"attention in parts, {name}": partial(in_parts, where, shape) for name, shape in shapes.items()}
+    made = {f"attention in parts, {name}": partial(in_parts, where, shape) for name, shape in shapes.items()}
+    made["a router's product"] = partial(narrow, where, half, 8, 256)
+    made["a product of odd size"] = partial(narrow, where, torch.float32, 101, 75)
+    return made

@@ -1,8 +1,8 @@
 """Products on a GPU whose rows have the same bits, however many there are: cuBLASLt without room to split a sum.
 
 By default cuBLAS cuts the sums of a product with few rows into parts (split-K) and adds the parts up. That takes
-memory. Without that memory each number is added up in one way. Whether it is so is tried with each model
-(engine/invariance_trial.py).
+memory. Without that memory each number of a wide product is added up in one way. Narrow products run on a kernel of our
+own. Whether all is so is tried with each model (engine/invariance_trial.py).
 
 PyTorch asks the environment how much memory there is, anew for each product. The memory itself it gets once for each
 stream, as much as the environment says then, and keeps it. Were that while these settings are in force, a product of
@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+
+from ..patches.narrow_products import narrow_products
 
 _NO_ROOM = {"CUBLASLT_WORKSPACE_SIZE": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}  # KiB; KiB and how many
 _LT_APART = "TORCH_CUBLASLT_UNIFIED_WORKSPACE"  # by default cuBLASLt uses what cuBLAS has
@@ -42,12 +44,19 @@ def unsplit_products() -> Iterator[None]:
         os.environ.update(_NO_ROOM)
         torch.backends.cuda.preferred_blas_library("cublaslt")
         matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
-        yield
+        with narrow_products(_narrow_product):
+            yield
     finally:
         torch.backends.cuda.preferred_blas_library(library)
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = reduced
         _put(owners)
         _owners.remove(owners)
+
+
+def _narrow_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from ..kernels.narrow_products_triton import narrow_product  # Triton may not be there
+
+    return narrow_product(x, weight, bias)
 
 
 def make_room_on_stream() -> None:

@@ -1,0 +1,92 @@
+"""Products with few columns, or an odd number of them: right, and a row has the same bits among any others."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support_kernels import DEVICE, GPU, draw, kernel, plain
+
+from hf_batchllm.kernels import narrow_products_torch, narrow_products_triton
+from hf_batchllm.patches.narrow_products import is_narrow, narrow_products
+
+FLOAT32, FLOAT16 = torch.float32, torch.float16
+NEAR = {FLOAT32: 1e-5, FLOAT16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, *([torch.bfloat16] if GPU else [])], ids=str)
+@pytest.mark.parametrize(("columns", "depth"), [(1, 5), (8, 256), (64, 64), (101, 75), (130, 33)])
+def test_beside_the_twin(columns: int, depth: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(columns)
+    weight, bias = draw(rng, columns, depth, dtype=dtype).to(DEVICE), draw(rng, columns, dtype=dtype).to(DEVICE)
+    x = draw(rng, 300, depth, dtype=dtype).to(DEVICE)
+    for given in (x, x[:1], x[:33], x[5:45], x[:0], torch.cat([x, x], dim=1)[:40, :depth]):
+        for also in (None, bias):
+            made = narrow_products_triton.narrow_product(given, weight, also)
+            expected = narrow_products_torch.narrow_product(given, weight, also)
+            assert made.shape == expected.shape and made.dtype == dtype
+            error = (made.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9)
+            assert error < NEAR[dtype]
+    transposed = weight.T.contiguous().T
+    assert torch.equal(
+        narrow_products_triton.narrow_product(x[:9], transposed), narrow_products_triton.narrow_product(x[:9], weight)
+    )
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=str)
+def test_rows_have_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(1)
+    for columns, depth in ((8, 4096 if GPU else 160), (101, 75)):
+        weight, x = draw(rng, columns, depth, dtype=dtype).to(DEVICE), draw(rng, 150, depth, dtype=dtype).to(DEVICE)
+        every = narrow_products_triton.narrow_product(x, weight)
+        for begin, end in ((0, 1), (7, 9), (30, 63), (149, 150), (1, 150)):
+            assert torch.equal(narrow_products_triton.narrow_product(x[begin:end], weight), every[begin:end])
+
+
+@plain
+@pytest.mark.parametrize(
+    ("shape", "dtype", "narrow"),
+    [
+        ((128, 2048), FLOAT16, True), ((1024, 2048), FLOAT16, False), ((50257, 768), FLOAT16, True),
+        ((151936, 1024), torch.bfloat16, False), ((4096, 1001), torch.bfloat16, True), ((4096, 4096), FLOAT32, True),
+    ],
+)  # fmt: skip
+def test_which_products_these_are(shape: tuple[int, int], dtype: torch.dtype, narrow: bool) -> None:
+    assert is_narrow(torch.empty(shape, dtype=dtype, device="meta")) == narrow
+
+
+@plain
+def test_what_is_replaced_and_for_how_long() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return narrow_products_torch.narrow_product(x, weight, bias)
+
+    def run(surroundings: Any = nullcontext) -> torch.Tensor:
+        with surroundings():
+            return layer(x)
+
+    own, layer, x = torch.nn.functional.linear, torch.nn.Linear(6, 3), torch.randn(2, 5, 6)
+    expected = layer(x)
+
+    def in_all_ways() -> None:
+        with narrow_products(product, "cpu"):
+            torch.testing.assert_close(run(torch.no_grad), expected)
+            assert seen == [(10, 6)]
+            run()  # somebody trains
+            run(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+            assert run().requires_grad and seen == [(10, 6)]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        in_all_ways()
+    assert torch.nn.functional.linear is own
+    with narrow_products(product), torch.no_grad():  # on a GPU
+        run()
+    assert seen == [(10, 6)]
