@@ -15,7 +15,7 @@ from torch.nn import functional
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 # From so many columns on, all rows of cuBLAS's products had the same bits in all that were measured.
-_WIDE = 1024
+_WIDE = 256
 _ALIGNED = 16  # bytes
 
 

@@ -12,6 +12,7 @@ from support_fuzz_calls import multiply_in_blocks
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_rows import RowsWork
 from hf_batchllm.kernels.fixed_lists import FIXED_TILES
+from hf_batchllm.model.runner import ModelRunner
 
 
 @pytest.mark.parametrize("prepared", [True, False])
@@ -40,3 +41,38 @@ def test_many_rows_on_one_prefix(prepared: bool, monkeypatch: pytest.MonkeyPatch
             assert alone.token_ids == every[place].token_ids[: lengths[place]]
             assert alone.logprobs == every[place].logprobs[: lengths[place]]
     assert tiles >= {FIXED_TILES[0], FIXED_TILES[-1]}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_prompts_foretell_the_work_of_decode_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured before rows first decode, with a kernel for each kind of work that these have, no more."""
+    run_over_twins(monkeypatch)
+    multiply_in_blocks(monkeypatch)
+    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    seen: list[dict[Any, set[int]]] = []
+    made: list[dict[Any, set[int]]] = []
+    own_step, own_load = ModelRunner.step, RowsWork.load
+
+    def step(self: ModelRunner, batch: Any) -> Any:
+        logits = own_step(self, batch)
+        if len(batch.attention.positions) > 100:  # prompts
+            seen.append({key: set(kinds.tiles) for key, kinds in self.backend.work_seen.items()})
+        return logits
+
+    def load(self: RowsWork, step: Any) -> None:
+        own_load(self, step)
+        made.append(
+            {key: {tile for tile, items in room.items.items() if len(items)} for key, room in self._rooms.items()}
+        )
+
+    monkeypatch.setattr(ModelRunner, "step", step)
+    monkeypatch.setattr(RowsWork, "load", load)
+    shared = [7 * place % 97 for place in range(512)]
+    prompts = [[*shared, *([place % 90] * 40), 3] for place in range(48)]
+    with BatchGenerator(
+        build(family), invariant=True, page_size=16, steps_per_sync=8, max_batch_tokens=4096
+    ) as generator:
+        generator.generate(prompts, max_new_tokens=12, progress=False)
+    assert seen and made[-1]
+    for key, tiles in made[-1].items():
+        assert seen[0][key] == tiles == seen[-1][key]

@@ -78,11 +78,11 @@ def narrow(where: Where, dtype: torch.dtype, columns: int, depth: int) -> None:
     generator = where.generator()
     sizes = (70, depth), (columns, depth), (columns,)
     x, weight, bias = (where.random(generator, *size, dtype=dtype) for size in sizes)
-    every = narrow_products_triton.narrow_product(x, weight, bias)
-    near(every, narrow_products_torch.narrow_product(x, weight, bias))
+    every = narrow_products_triton.narrow_product(x, weight, bias=bias)
+    near(every, narrow_products_torch.narrow_product(x, weight, bias=bias))
     near(narrow_products_triton.narrow_product(x, weight), narrow_products_torch.narrow_product(x, weight))
     for rows in (1, 2, 33):
-        if not torch.equal(narrow_products_triton.narrow_product(x[:rows], weight, bias), every[:rows]):
+        if not torch.equal(narrow_products_triton.narrow_product(x[:rows], weight, bias=bias), every[:rows]):
             raise Wrong(f"in a narrow product of {rows} rows these have other bits")
 
 

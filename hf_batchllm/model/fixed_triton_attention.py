@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import UnsupportedModelError
 from ..kernel_check.attention_cases import Shape
 from ..kernel_check.part_cases import tried_in_parts
 from ..kernels.fixed_lists import FIXED_TILES, build_fixed
+from ..kernels.ranges import Readers
 from ..kernels.work_lists import WorkLists
 from ..notices import Notices
 from ..patches.attention_interface import AttentionCall
@@ -82,19 +84,31 @@ class FixedStepWork(StepWork):
     def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
         key = window, heads, kv_heads, sinks
         if key not in self._on_host:
-            self._on_host[key] = build_fixed(
-                self._units,
-                self._readers(slice(self._short)),
-                self._lengths,
-                kv_heads=kv_heads,
-                group=heads // kv_heads,
-                page_size=self.batch.page_size,
-                multiprocessors=self.multiprocessors,
-                window=window,
-                gates=self.gates,
-                direct=not sinks,
-            )
+            self._on_host[key] = self._built(key, self._readers(slice(self._short)), self._lengths)
         return self._on_host[key]
+
+    def _built(self, key: tuple[Any, ...], readers: Readers, lengths: np.ndarray) -> WorkLists:
+        window, heads, kv_heads, sinks = key
+        return build_fixed(
+            self._units,
+            readers,
+            lengths,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            page_size=self.batch.page_size,
+            multiprocessors=self.multiprocessors,
+            window=window,
+            gates=self.gates,
+            direct=not sinks,
+        )
+
+    def _note(self, key: tuple[Any, ...], work: WorkLists) -> None:
+        """Where there are prompts, the work of the decode rows that come of them: graphs are made ready for these."""
+        readers = self._readers(slice(self._short))
+        if (readers.rows > 1).any():
+            rows = np.arange(len(readers.rows))
+            work = self._built(key, replace(readers, row=rows, rows=np.ones_like(rows)), readers.end)
+        super()._note(key, work)
 
 
 class FixedKernelAttention(KernelAttention):

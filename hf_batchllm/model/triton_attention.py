@@ -227,9 +227,12 @@ class StepWork(WorkSource):
     def lists(self, *key: Any) -> WorkLists:
         if key not in self._lists:
             work = self.on_host(*key)
-            self._work_seen.setdefault(key, WorkSeen()).note(work.items, work.merges)
+            self._note(key, work)
             self._lists[key] = work.to(self.device, non_blocking=True)
         return self._lists[key]
+
+    def _note(self, key: tuple[Any, ...], work: WorkLists) -> None:
+        self._work_seen.setdefault(key, WorkSeen()).note(work.items, work.merges)
 
     def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
         """``lists``, before they are sent to the device."""
