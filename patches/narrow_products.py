@@ -17,6 +17,8 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 # From so many columns on, all rows of cuBLAS's products had the same bits in all that were measured.
 _WIDE = 256
 _ALIGNED = 16  # bytes
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_TYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 def is_narrow(weight: torch.Tensor) -> bool:  # [columns, depth]
@@ -30,13 +32,14 @@ def narrow_products(product: Product, device_type: str = "cuda") -> Iterator[Non
     """While the block runs, ``torch.nn.functional.linear`` takes ``product`` for such ones."""
     own = functional.linear
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        ours = weight.ndim == 2 and weight.device.type == device_type and x.dtype == weight.dtype and is_narrow(weight)
-        trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        if not ours or trains or torch.is_autocast_enabled(device_type):
-            return own(x, weight, bias)
-        made = product(x.reshape(-1, x.shape[-1]), weight, bias)
-        return made.view(*x.shape[:-1], len(weight))
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ours = type(weight) in _PLAIN and weight.ndim == 2 and weight.dtype in _TYPES and input.dtype == weight.dtype
+        ours = ours and weight.device.type == device_type and input.device == weight.device
+        trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        if not ours or not is_narrow(weight) or trains or torch.is_autocast_enabled(device_type):
+            return own(input, weight, bias)
+        made = product(input.reshape(-1, input.shape[-1]), weight, bias)
+        return made.view(*input.shape[:-1], len(weight))
 
     functional.linear = linear
     try:

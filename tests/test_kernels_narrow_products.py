@@ -79,6 +79,11 @@ def test_what_is_replaced_and_for_how_long() -> None:
         with narrow_products(product, "cpu"):
             torch.testing.assert_close(run(torch.no_grad), expected)
             assert seen == [(10, 6)]
+            with torch.no_grad():
+                by_name = torch.nn.functional.linear(input=x[0], weight=layer.weight.detach(), bias=layer.bias)
+                torch.testing.assert_close(by_name, expected[0])
+                assert seen.pop() == (5, 6)
+                torch.nn.functional.linear(x.double(), layer.weight.double())
             run()  # somebody trains
             run(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
             assert run().requires_grad and seen == [(10, 6)]

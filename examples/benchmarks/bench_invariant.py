@@ -1,6 +1,9 @@
-"""What ``invariant=True`` costs: seconds for lists of prompts, without and with it, on a CPU.
+"""What `invariant=True` costs: seconds for lists of prompts, without and with it.
 
-python examples/benchmarks/bench_invariant.py [--model .models/gemma-3-270m] [--threads 1]
+    python examples/benchmarks/bench_invariant.py --config llama-8b
+    python examples/benchmarks/bench_invariant.py --device cpu --model .models/gemma-3-270m --threads 1
+
+On a GPU in bfloat16, on a CPU in float32. Each list is run some times by either, in turns of one process.
 """
 
 from __future__ import annotations
@@ -9,15 +12,27 @@ import argparse
 import random
 import statistics
 import time
+from typing import Any
 
+import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
 import torch
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.models import load_model
+from hf_batchllm.bench.workload import Workload
+
+Lists = dict[str, tuple[list[list[int]], int]]  # prompts, and how many new tokens each gets
 
 
-def lists() -> dict[str, tuple[list[list[int]], int]]:
-    """Prompts, and how many new tokens each gets."""
+def lists_for_a_gpu(vocabulary: int) -> Lists:
+    shapes = {
+        "192 prompts, 16 of which share 2,000 tokens of 2,200, 100 new tokens each": Workload(192, 2000, 200, 100, 16),
+        "256 prompts of 128 tokens, 256 new tokens each": Workload(256, 0, 128, 256, 1),
+    }
+    return {name: (shape.prompts(vocabulary), shape.new) for name, shape in shapes.items()}
+
+
+def lists_for_a_cpu() -> Lists:
     dice = random.Random(0)
 
     def draw(length: int) -> list[int]:
@@ -31,26 +46,39 @@ def lists() -> dict[str, tuple[list[list[int]], int]]:
     }
 
 
-def main() -> None:
+def seconds_for(model: Any, prompts: list[list[int]], new_tokens: int, times: int, invariant: bool) -> float:
+    """The median of some calls, after a first one."""
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "progress": False}
+    found = []
+    with BatchGenerator(model, invariant=invariant) as generator:
+        for _ in range(1 + times):
+            begun = time.perf_counter()
+            generator.generate(prompts, **options)
+            found.append(time.perf_counter() - begun)
+    return statistics.median(found[1:])
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or a name; left out: a tiny Llama with random weights")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", help="a folder or a name")
+    parser.add_argument("--config", help="a shape with random weights; by default a tiny Llama")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
     parser.add_argument("--times", type=int, default=3, help="calls after a first one, of which the median is shown")
-    asked = parser.parse_args()
+    parser.add_argument("--short", action="store_true", help="lists for a CPU, also on a GPU")
+    asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
-    model = load_model(asked.model, None if asked.model else "tiny", torch.device("cpu"), torch.float32)
-    for name, (prompts, new_tokens) in lists().items():
-        shown = []
-        for invariant in (False, True):
-            with BatchGenerator(model, invariant=invariant) as generator:
-                seconds = []
-                for _ in range(1 + asked.times):
-                    begun = time.perf_counter()
-                    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "progress": False}
-                    generator.generate(prompts, do_sample=False, **options)
-                    seconds.append(time.perf_counter() - begun)
-            shown.append(statistics.median(seconds[1:]))
-        print(f"{name}: {shown[0]:.2f} s, invariant {shown[1]:.2f} s", flush=True)
+    on_a_cpu = asked.device == "cpu"
+    config = None if asked.model else asked.config or "tiny"
+    dtype = torch.float32 if on_a_cpu else torch.bfloat16
+    model = load_model(asked.model, config, torch.device(asked.device), dtype)
+    short = on_a_cpu or asked.short
+    lists = lists_for_a_cpu() if short else lists_for_a_gpu(model.config.get_text_config().vocab_size)
+    print(f"{asked.model or config}, {str(dtype).removeprefix('torch.')}, {asked.device}\n")
+    print(f"{'':80}{'without':>9}{'with':>9}{'more':>7}")
+    for name, (prompts, new_tokens) in lists.items():
+        without, with_it = (seconds_for(model, prompts, new_tokens, asked.times, flag) for flag in (False, True))
+        print(f"{name:80}{without:7.2f} s{with_it:7.2f} s{with_it / without - 1:7.0%}", flush=True)
 
 
 if __name__ == "__main__":

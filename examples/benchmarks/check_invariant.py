@@ -98,7 +98,7 @@ def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, i
     return counted
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or a name on the hub")
     parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=40, help="tokens of an answer, at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", action="store_true", help="without the flag, where cases should differ")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device(asked.device)
     config = None if asked.model else asked.config
     model = load_model(asked.model, config, device, getattr(torch, asked.dtype))

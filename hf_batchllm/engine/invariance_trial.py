@@ -108,8 +108,11 @@ def _first_difference(
         if not all(map(torch.equal, written(), first_written)):
             return f"in the K and V of its last {count} rows"
     for count in steps.single:
+        where = f"a step of {count} single rows" if count > 1 else "a step of one row"
         if not bool((logits([last(1)] * count) == alone).all()):
-            return f"in a step of {count} single rows" if count > 1 else "in a step of one row"
+            return f"in {where}"
+        if not all(map(torch.equal, written(), first_written)):
+            return f"in the K and V of {where}"
     return None
 
 

@@ -103,7 +103,9 @@ def cases(where: Where) -> dict[str, Callable[[], None]]:
         "float16, soft cap": Shape(7, 1, 128, 128, 64, torch.float16, softcap=20.0),
         "heads of 96 and 80, sinks": Shape(6, 3, 96, 80, 128, half, sinks=True),
     }
-    made = {f"attention in parts, {name}": partial(in_parts, where, shape) for name, shape in shapes.items()}
+    made: dict[str, Callable[[], None]] = {
+        f"attention in parts, {name}": partial(in_parts, where, shape) for name, shape in shapes.items()
+    }
     made["a router's product"] = partial(narrow, where, half, 8, 256)
     made["a product of odd size"] = partial(narrow, where, torch.float32, 101, 75)
     return made
