@@ -19,7 +19,8 @@ def note_likeliest(
     row = torch.arange(rows, device=logits.device)
     place = row * 0 if made is None else made.long() % places
     scores = logits.float()
-    of_all = scores.logsumexp(dim=-1, keepdim=True)
+    lone = rows == 1 and logits.device.type == "cpu"  # which a CPU adds up in another order
+    of_all = (scores.expand(2, -1) if lone else scores).logsumexp(dim=-1, keepdim=True)[:rows]
     chosen = scores.gather(1, picked.clamp(min=0)[:, None]) - of_all
     chosen = torch.where(picked[:, None] < 0, float("nan"), chosen)
     if not k:
@@ -37,11 +38,19 @@ def likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     """
     best, tokens = _lowest_first(*scores.topk(min(k + _MORE, scores.shape[1]), dim=-1))
     if best.shape[1] < scores.shape[1]:
-        (unsure,) = (best[:, k - 1] == best[:, -1]).nonzero(as_tuple=True)  # more are as good than were looked at
+        # More are as good than were looked at.
+        (unsure,) = ((best[:, k - 1] == best[:, -1]) & (best[:, k - 1] > -torch.inf)).nonzero(as_tuple=True)
         if len(unsure):
             order = scores[unsure].sort(dim=-1, descending=True, stable=True)
             best[unsure], tokens[unsure] = order.values[:, : best.shape[1]], order.indices[:, : best.shape[1]]
-    return best[:, :k], tokens[:, :k]
+    best, tokens = best[:, :k], tokens[:, :k]
+    if bool((best[:, -1] == -torch.inf).any()):  # where little is left to choose from, thousands are as bad
+        lowest_first = torch.arange(scores.shape[1], 0, -1, device=scores.device, dtype=torch.int32)
+        gone = lowest_first.expand_as(scores).masked_fill(scores > -torch.inf, 0).topk(k, dim=-1).indices
+        left = (best > -torch.inf).sum(dim=-1, keepdim=True)
+        nth = torch.arange(k, device=scores.device)
+        tokens = torch.where(nth < left, tokens, gone.gather(1, (nth - left).clamp(min=0)))
+    return best, tokens
 
 
 def _lowest_first(best: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

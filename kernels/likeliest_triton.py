@@ -72,7 +72,8 @@ def _note_likeliest(
     if BY_PLACE:
         place += tl.load(made + row).to(tl.int64) % PLACES
     token = tl.load(picked + row)
-    score = tl.load(logits + row * row_stride + token, mask=token >= 0, other=float("nan")).to(tl.float32)
+    there = (token >= 0) & (token < VOCABULARY)
+    score = tl.load(logits + row * row_stride + token, mask=there, other=float("nan")).to(tl.float32)
     tl.store(values + place * (K + 1) + K, score - of_all)
     if K > 0:
         at = tl.arange(0, triton.next_power_of_2(FOUND))

@@ -6,13 +6,12 @@ training is left as it is: other threads may be at it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
-from torch.nn import functional
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Product = Callable[..., torch.Tensor]  # (input [rows, depth], weight [columns, depth], bias [columns] or None)
 
 # From so many columns on, all rows of cuBLAS's products had the same bits in all that were measured.
 _WIDE = 256
@@ -27,22 +26,35 @@ def is_narrow(weight: torch.Tensor) -> bool:  # [columns, depth]
     return odd or columns < _WIDE or weight.dtype == torch.float32
 
 
-@contextmanager
-def narrow_products(product: Product, device_type: str = "cuda") -> Iterator[None]:
-    """While the block runs, ``torch.nn.functional.linear`` takes ``product`` for such ones."""
-    own = functional.linear
+@cache
+def narrow_linear(own: Product, product: Product, device_type: str = "cuda") -> Product:
+    """What stands for ``torch.nn.functional.linear``, which is ``own``. The same function each time.
+
+    A model whose functions have changed could not be replayed.
+    """
 
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        ours = type(weight) in _PLAIN and weight.ndim == 2 and weight.dtype in _TYPES and input.dtype == weight.dtype
-        ours = ours and weight.device.type == device_type and input.device == weight.device
-        trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        if not ours or not is_narrow(weight) or trains or torch.is_autocast_enabled(device_type):
+        given = (input, weight) if bias is None else (input, weight, bias)
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+        if trains or torch.is_autocast_enabled(device_type) or not _is_ours(given, device_type):
             return own(input, weight, bias)
         made = product(input.reshape(-1, input.shape[-1]), weight, bias)
         return made.view(*input.shape[:-1], len(weight))
 
-    functional.linear = linear
-    try:
-        yield
-    finally:
-        functional.linear = own
+    return linear
+
+
+def _is_ours(given: Sequence[torch.Tensor], device_type: str) -> bool:
+    """Whether a kernel may read these tensors as they lie. What is wrong with others, the library says."""
+    x, weight, *bias = given
+    return (
+        all(type(each) in _PLAIN and each.layout == torch.strided and each.device == x.device for each in given)
+        and x.device.type == device_type
+        and weight.ndim == 2
+        and x.ndim > 0
+        and x.shape[-1] == weight.shape[1] > 0
+        and all(each.shape == weight.shape[:1] for each in bias)
+        and x.dtype == weight.dtype
+        and weight.dtype in _TYPES
+        and is_narrow(weight)
+    )

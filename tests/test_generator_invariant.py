@@ -217,6 +217,7 @@ def test_passes_of_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch) ->
         return every(of_its_rows, *others)
 
     monkeypatch.setattr("hf_batchllm.model.fixed_attention.in_fixed_passes", ragged)
+    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
     expected = alone(model)
     with BatchGenerator(model, invariant=True) as generator:
         assert in_a_list(generator)[0] != expected
@@ -317,17 +318,24 @@ def test_images_are_refused_and_text_is_not() -> None:
 # -- plans, other ways in, interrupts --------------------------------------------------------------------------------
 
 
-def test_shared_prefixes_end_at_pages() -> None:
+def test_what_is_beyond_a_shared_page_is_copied() -> None:
+    """Log-probabilities of prompts need the logits of each token: then prefixes end at pages."""
     start = list(range(70))
     prompts = [[*start[:70], 90 + number, number] for number in range(4)]
     with BatchGenerator(build("llama"), invariant=True, page_size=16) as generator:
         plan = generator.plan(prompts)
-        assert [(segment.start, segment.end) for segment in plan.segments] == [(0, 64)]
-        assert plan.total_tokens - plan.computed_tokens == 3 * 64
-        report = generator.generate(prompts, max_new_tokens=1, progress=False).report
-        assert report.computed_tokens == plan.computed_tokens and abs(report.saving - plan.saving) < 1e-9
-    with BatchGenerator(build("llama"), page_size=16) as generator:
-        assert [(segment.start, segment.end) for segment in generator.plan(prompts).segments] == [(0, 70)]
+        assert [(segment.start, segment.end) for segment in plan.segments] == [(0, 70)]
+        assert plan.total_tokens - plan.computed_tokens == 3 * 70
+        result = generator.generate(prompts, max_new_tokens=3, logprobs=0, progress=False)
+        assert result.report.computed_tokens == plan.computed_tokens
+        assert abs(result.report.saving - plan.saving) < 1e-9
+        given: dict[str, Any] = {"max_new_tokens": 3, "logprobs": 0, "prompt_logprobs": 0, "progress": False}
+        whole = generator.generate(prompts, **given)
+        assert whole.report.plan.computed_tokens == plan.total_tokens - 3 * 64
+        for place in range(4):
+            (alone,) = generator.generate([prompts[place]], **given)
+            assert alone.logprobs == result[place].logprobs == whole[place].logprobs
+            assert alone.prompt_logprobs == whole[place].prompt_logprobs
 
 
 def test_a_seed_makes_the_same_of_a_config_of_its_own() -> None:

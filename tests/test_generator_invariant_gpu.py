@@ -31,7 +31,7 @@ def test_on_a_gpu(family: str) -> None:
 
 def test_what_is_refused_on_a_gpu() -> None:
     model = copy.deepcopy(build("llama")).to("cuda")
-    with pytest.raises(UnsupportedModelError, match=r"has weights in float32.*load it with dtype=torch.bfloat16"):
+    with pytest.raises(UnsupportedModelError, match=r"is in float32.*load it with dtype=torch.bfloat16"):
         BatchGenerator(model, invariant=True)
     model.bfloat16()
     with pytest.raises(UnsupportedModelError, match="leave `fuse=False` out"):
@@ -39,4 +39,6 @@ def test_what_is_refused_on_a_gpu() -> None:
     with BatchGenerator(model, invariant=True) as generator:
         with pytest.raises(UnsupportedModelError, match="leave `num_beams` out"):
             generator.generate([[5, 6]], num_beams=2, max_new_tokens=2, progress=False)
+        with pytest.raises(UnsupportedModelError, match="ask for 32 at most"):
+            generator.generate([[5, 6]], logprobs=33, max_new_tokens=2, progress=False)
         assert generator.generate([[5, 6]], max_new_tokens=2, progress=False)[0].token_ids

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from support_kernels import DEVICE, GPU, draw, kernel, plain
 
 from hf_batchllm.kernels import narrow_products_torch, narrow_products_triton
-from hf_batchllm.patches.narrow_products import is_narrow, narrow_products
+from hf_batchllm.patches.narrow_products import is_narrow, narrow_linear
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 NEAR = {FLOAT32: 1e-5, FLOAT16: 2e-3, torch.bfloat16: 1e-2}
@@ -61,37 +58,33 @@ def test_which_products_these_are(shape: tuple[int, int], dtype: torch.dtype, na
 
 
 @plain
-def test_what_is_replaced_and_for_how_long() -> None:
+def test_what_is_left_to_the_library() -> None:
     seen: list[tuple[int, ...]] = []
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         seen.append(tuple(x.shape))
         return narrow_products_torch.narrow_product(x, weight, bias)
 
-    def run(surroundings: Any = nullcontext) -> torch.Tensor:
-        with surroundings():
-            return layer(x)
-
-    own, layer, x = torch.nn.functional.linear, torch.nn.Linear(6, 3), torch.randn(2, 5, 6)
-    expected = layer(x)
-
-    def in_all_ways() -> None:
-        with narrow_products(product, "cpu"):
-            torch.testing.assert_close(run(torch.no_grad), expected)
-            assert seen == [(10, 6)]
-            with torch.no_grad():
-                by_name = torch.nn.functional.linear(input=x[0], weight=layer.weight.detach(), bias=layer.bias)
-                torch.testing.assert_close(by_name, expected[0])
-                assert seen.pop() == (5, 6)
-                torch.nn.functional.linear(x.double(), layer.weight.double())
-            run()  # somebody trains
-            run(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
-            assert run().requires_grad and seen == [(10, 6)]
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        in_all_ways()
-    assert torch.nn.functional.linear is own
-    with narrow_products(product), torch.no_grad():  # on a GPU
-        run()
+    own = torch.nn.functional.linear
+    linear = narrow_linear(own, product, "cpu")
+    assert linear is narrow_linear(own, product, "cpu")  # a graph of a model is replayed as long as its functions stay
+    x, weight, bias = torch.randn(2, 5, 6), torch.randn(3, 6), torch.randn(3)
+    for given in ({"input": x}, {"input": x[0], "bias": bias}, {"input": x[0, 0], "bias": bias}, {"input": x[:0]}):
+        torch.testing.assert_close(linear(weight=weight, **given), own(weight=weight, **given))
+    assert seen == [(10, 6), (5, 6), (1, 6), (0, 6)]
+    seen.clear()
+    trained = weight.clone().requires_grad_()
+    assert linear(x, trained).requires_grad and linear(x, weight, bias.clone().requires_grad_()).requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    linear(x.double(), weight.double())
+    linear(x, weight.as_subclass(type("Quantised", (torch.Tensor,), {})))
+    linear(torch.randn(4, 0), torch.randn(3, 0))
+    for wrong in ((x, torch.randn(3, 8)), (x, weight, torch.randn(2)), (x, weight.double())):
+        with pytest.raises(RuntimeError):
+            linear(*wrong)
+    narrow_linear(own, product)(x, weight)  # of another kind of device
+    assert not seen
+    with torch.no_grad():
+        linear(x, trained)
     assert seen == [(10, 6)]

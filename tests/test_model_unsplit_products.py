@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 
 import pytest
 import torch
+from support_interrupts import Stop
 
-from hf_batchllm.model.unsplit_products import make_room_on_stream, unsplit_products, why_not_unsplit
+from hf_batchllm.model import unsplit_products
+from hf_batchllm.model.unsplit_products import UnsplitProducts, make_room_on_stream, why_not_unsplit
 
 LT, CUBLAS, APART = "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
 
@@ -30,11 +34,11 @@ def test_a_stream_gets_its_memory_as_the_owner_has_set_it(made: list[tuple[str |
     reduced = matmul.allow_bf16_reduced_precision_reduction
 
     def run() -> None:
-        with unsplit_products():
+        with UnsplitProducts().applied():
             assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
             make_room_on_stream()  # of a capture
             assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
-            with unsplit_products():  # a criterion that generates, say
+            with UnsplitProducts().applied():  # a criterion that generates, say
                 make_room_on_stream()
             assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
             assert not matmul.allow_bf16_reduced_precision_reduction
@@ -46,6 +50,47 @@ def test_a_stream_gets_its_memory_as_the_owner_has_set_it(made: list[tuple[str |
     assert matmul.allow_bf16_reduced_precision_reduction == reduced
     make_room_on_stream()
     assert made == [(None, ":4096:8")] * 5
+
+
+def settings() -> unsplit_products._Settings:
+    return unsplit_products._Settings.now()
+
+
+def test_two_threads_leave_nothing_behind(made: list[tuple[str | None, str | None]]) -> None:
+    before = settings()
+    one, other = UnsplitProducts(), UnsplitProducts()
+    first, second = one.applied(), other.applied()
+    first.__enter__()
+    second.__enter__()
+    within = settings()
+    first.__exit__(None, None, None)
+    assert settings() == within and torch.nn.functional.linear is not before.linear
+    second.__exit__(None, None, None)
+    assert settings() == before
+
+
+def test_nothing_is_left_after_an_interrupt(made: list[tuple[str | None, str | None]]) -> None:
+    before = settings()
+    files = ("model/unsplit_products.py",)
+
+    def run() -> None:
+        products = UnsplitProducts()
+        try:
+            with products.applied():
+                pass
+        finally:
+            products.restore()  # as a call does when it is over
+            gc.collect()
+
+    every = Stop(0, files)
+    every.during(run)
+    for at in range(1, every.count):
+        stop = Stop(at, files)
+        with contextlib.suppress(KeyboardInterrupt):
+            stop.during(run)
+        UnsplitProducts().restore()  # another may come while the first is made good
+        assert settings() == before, stop.place
+        assert not unsplit_products._in_force
 
 
 def test_memory_that_is_kept_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +105,7 @@ def test_products_of_others_have_their_memory_afterwards() -> None:
     """A stream that such products were the first to use."""
     stream, x = torch.cuda.Stream(), torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
-    with torch.cuda.stream(stream), unsplit_products():
+    with torch.cuda.stream(stream), UnsplitProducts().applied():
         x @ x
     assert torch.cuda.memory_allocated() - before > 1 << 20
 
@@ -75,6 +120,6 @@ def test_products_that_came_before_on_a_gpu() -> None:
         return any(not torch.equal(torch.nn.functional.linear(x[:rows], weight), every[:rows]) for rows in (1, 8, 64))
 
     assert varies()
-    with unsplit_products():
+    with UnsplitProducts().applied():
         assert not varies()
     assert varies()

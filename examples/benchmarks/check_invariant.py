@@ -6,13 +6,14 @@
 Some prompts of each list are answered alone. Then the list is run in other ways: in another order and beside other
 prompts, with shared prefixes and without, in smaller steps, with little memory, with kept prefixes, with and without
 CUDA graphs. A case is one prompt in one way. It differs where a token, a score or a log-probability has another bit.
-`--without` leaves the flag out: then cases should differ.
+`--without` leaves the flag out: then cases should differ. Otherwise the exit status is 1 if one does.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, i
     return counted
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or a name on the hub")
     parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
@@ -125,7 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'lists with':24}{'cases':>8}{'differ':>8}")
     for name in sorted(name for name in counted if not name.endswith(" differ")):
         print(f"{name:24}{counted[name]:8,}{counted[f'{name} differ']:8,}")
+    return int(counted["all differ"] > 0 and not asked.without)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

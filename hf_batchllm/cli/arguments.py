@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..config import BatchConfig
 from .config_flags import add_config_flags
 from .exits import EXIT_CODES_HELP
 from .grammar_flags import add_grammar_flags
@@ -90,16 +89,6 @@ def plan_parser() -> Parser:
     add_prompts(parser.add_argument_group("prompts"))
     sharing = parser.add_argument_group("sharing")
     sharing.add_argument("--min-shared-tokens", type=_whole, metavar="N", default=None, help="as for `run`")
-    sharing.add_argument(
-        "--invariant", action="store_true", help="as for `run`: shared prefixes end at multiples of the page size"
-    )
-    sharing.add_argument(
-        "--page-size",
-        type=_positive,
-        metavar="N",
-        default=BatchConfig.page_size,
-        help="as for `run` (default: %(default)s)",
-    )
     add_common(parser)
     return parser
 

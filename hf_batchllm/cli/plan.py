@@ -109,8 +109,7 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
         numbers = np.arange(min(source.count, asked.limit or source.count))
         file_plan = FilePlan()
         for prompts in _windows(source, reader, numbers, window, tokenizer, file_plan):
-            multiple = asked.page_size if asked.invariant else 1
-            plan = plan_sharing(prompts, min_shared_tokens=min_shared, multiple=multiple)
+            plan = plan_sharing(prompts, min_shared_tokens=min_shared)
             if first.have_texts:
                 plan.add_labels(prompts, lambda ids: tokenizer().decode(ids, skip_special_tokens=True))
             file_plan.plans.append(plan)

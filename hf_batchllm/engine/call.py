@@ -30,6 +30,7 @@ from ..planning.lineup import Lineup
 from ..planning.requests_and_prefixes import Branch, FinishReason, Request
 from ..planning.step import Step
 from ..results.run_report import RunReport
+from ..sampling.device_logprobs import MOST_LIKELY
 from ..sampling.earlier_answers import EarlierAnswers
 from ..wording import counted, shown_size
 from .adapter_turns import AdapterTurns
@@ -132,10 +133,13 @@ class Call:
         job = self.job
         self._adapters = AdapterTurns(self._use, job.adapters)
         keyed = self._adapters.keyed(job.prompts, job.places)
-        self.plan = CallPlan(keyed, job.runs, job.max_new_tokens, job.widths, self._config)
+        # Of a token that is copied nobody sees the logits; and beams part in the midst of pages.
+        whole = self.outputs.watcher is not None or job.widths is not None
+        self.plan = CallPlan(keyed, job.runs, job.max_new_tokens, job.widths, self._config, whole)
         self._images = ImageFeatures.of(self._use.model, self.plan.prompts, self.plan.sharing.order.tolist())
         images, beams = self._images is not None, self.job.widths is not None
-        refuse_calls_that_vary(self._config, self._use.device, images=images, beams=beams)
+        most = MOST_LIKELY if self.outputs.likeliest > MOST_LIKELY else None
+        refuse_calls_that_vary(self._config, self._use.device, images=images, beams=beams, most_likely=most)
         if self._use.architecture.states:
             self.plan.ask_more_of_prefixes(price_of_states(self.plan, self._kv))
 

@@ -80,6 +80,11 @@ class CallOutputs(ABC):
         """Is given those logits, where the launcher does not read them itself."""
         return None
 
+    @property
+    def likeliest(self) -> int:
+        """Tokens whose log-probabilities are wanted at a position, beside the one that stands there."""
+        return 0
+
     # -- the size of steps ---------------------------------------------------------------------------------------
 
     @abstractmethod

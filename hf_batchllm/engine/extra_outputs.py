@@ -59,6 +59,10 @@ class ExtraOutputs(CallOutputs):
         return self._prompts
 
     @property
+    def likeliest(self) -> int:
+        return max((each.k for each in (self._new_tokens, self._prompts) if each is not None), default=0)
+
+    @property
     def record_prompts(self) -> Callable[[Sequence[Chunk], torch.Tensor], None] | None:
         return None if self._prompts is None else self._prompts.record
 

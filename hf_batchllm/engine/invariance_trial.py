@@ -50,7 +50,12 @@ _tried: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
     """Once for each model and way of running it."""
     device = use.device
-    key = config.fuse, config.page_size, config.backend, device, torch.get_num_threads(), use.fused_summary
+    kind = device.type
+    key = (
+        (config.fuse, config.page_size, config.backend, device, torch.get_num_threads(), use.fused_summary),
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        tuple((each.shape, each.dtype) for each in use.model.parameters()),
+    )
     done = _tried.setdefault(use.model, set())
     if not config.invariant or key in done:
         return

@@ -91,6 +91,54 @@ class TwoWay:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Tokens of a shared page, of which each unit that goes on in that page has a copy."""
+
+    source: torch.Tensor  # [copied]  slots
+    target: torch.Tensor  # [copied]  slots
+    row: np.ndarray  # [copied]  the first row of the step that reads a copy
+
+    @staticmethod
+    def of(
+        chunks: Sequence[Chunk], begins: np.ndarray, table: UnitTable, places: dict[Unit, int], page_size: int
+    ) -> Copies | None:
+        """``begins``: of each chunk, the first row."""
+        source, target, row = [], [], []
+        for chunk, begin in zip(chunks, begins.tolist(), strict=True):
+            unit = chunk.unit
+            if not unit.copied or chunk.begin != unit.first_computed:
+                continue
+            target.append(table.slots(places[unit], unit.start, unit.first_computed, page_size))
+            row.append(np.full(unit.copied, begin))
+            pieces, end, below = [], unit.first_computed, unit.base
+            while end > unit.start:  # what the unit below has copied is copied from where it was computed
+                assert below is not None
+                first = min(max(unit.start, below.first_computed), end)
+                pieces.append(table.slots(places[below], first, end, page_size))
+                end, below = first, below.base
+            source += pieces[::-1]
+        if not row:
+            return None
+        slots = [torch.from_numpy(np.concatenate(each)) for each in (source, target)]
+        return Copies(slots[0], slots[1], np.concatenate(row))
+
+    def to(self, device: torch.device) -> Copies:
+        return replace(self, source=_sent(self.source, device), target=_sent(self.target, device))
+
+    def of_rows(self, begin: int, end: int) -> Copies | None:
+        """Those that are read by the rows [begin, end), and by none before."""
+        mine = np.flatnonzero((self.row >= begin) & (self.row < end))
+        if not len(mine):
+            return None
+        which = torch.from_numpy(mine).to(self.source.device)
+        return Copies(self.source[which], self.target[which], self.row[mine])
+
+    def run(self, cache: torch.Tensor) -> None:
+        """cache: [slots, heads, dim], K or V of a layer."""
+        cache.index_copy_(0, self.target, cache.index_select(0, self.source))
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """What attention needs to know of a step. All but the slots stays on the host.
 
@@ -108,6 +156,7 @@ class AttentionBatch:
     page_size: int
     growth: np.ndarray | None = None  # [rows]  tokens that a row gains while the batch is run again; None: it runs once
     two_way: TwoWay | None = None  # only if some token sees further than to itself
+    copies: Copies | None = None  # K and V to be copied, in each layer, once those of the step are written
 
     def sees_to(self, window: int | None) -> np.ndarray | None:
         """As ``TwoWay`` has it, in layers with this window. None: each token sees what is before it, and itself."""
@@ -130,7 +179,8 @@ class AttentionBatch:
         return [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
     def to(self, device: torch.device) -> AttentionBatch:
-        return replace(self, slots=_sent(self.slots, device))
+        copies = None if self.copies is None else self.copies.to(device)
+        return replace(self, slots=_sent(self.slots, device), copies=copies)
 
 
 @dataclass(frozen=True)
@@ -255,6 +305,7 @@ class BatchBuilder:
                 self.page_size,
                 None if burst is None else np.minimum(burst.times, burst.left) - 1,
                 None if self.two_way is None else self._seen(every_position, rows, chunks),
+                Copies.of(chunks, span_begin[rows:], table, places, self.page_size),
             ),
             burst,
             list(asked),

@@ -70,6 +70,7 @@ def why_not_invariant(config: BatchConfig, device: torch.device) -> str | None:
         or _refused(config, device)
         or _why_not("parts", config, device)
         or _why_not("layers", config, device)
+        or _why_not("sampling", config, device)
     )
 
 

@@ -91,6 +91,7 @@ class FixedAttention:
         self.storage = storage
         self.threads = threads
         self.begin, self.end = begin, end
+        self.copies = None if plan.batch.copies is None else plan.batch.copies.of_rows(begin, end)
         self.calls = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -103,6 +104,9 @@ class FixedAttention:
         call = replace(call, q=call.q[:rows], k=call.k[:rows], v=call.v[:rows])
         k_cache, v_cache = self.storage.read_by(call)
         q = write_in_torch(call, k_cache, v_cache, batch.slots[self.begin : self.end])
+        if self.copies is not None and call.source is None:
+            self.copies.run(k_cache)
+            self.copies.run(v_cache)
         exact = torch.promote_types(q.dtype, torch.float32)
         merged = Merged(rows, q.shape[1], v_cache.shape[-1], exact, q.device)
         token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()

@@ -23,7 +23,7 @@ from ..patches.attention_interface import AttentionCall
 from .batch import AttentionBatch
 from .kv_storage import KVStorage
 from .triton_attention import AttentionKernels, KernelAttention, StepWork, TritonBackend, WorkSource, on_this_card
-from .unsplit_products import unsplit_products
+from .unsplit_products import UnsplitProducts
 
 _ANY_LENGTH = 1 << 40
 
@@ -59,9 +59,14 @@ class FixedTritonBackend(TritonBackend):
     ) -> None:
         super().__init__(kernels, storage, device, notices, *others, **named)
         self.fixed = fixed
+        self._products = UnsplitProducts()
 
     def products(self) -> AbstractContextManager[object]:
-        return unsplit_products() if self.device.type == "cuda" else nullcontext()
+        return self._products.applied() if self.device.type == "cuda" else nullcontext()
+
+    def release(self) -> None:
+        self._products.restore()
+        super().release()
 
     def failure(self, device: torch.device, shape: Shape) -> str | None:
         return _tried(device, shape)
@@ -124,6 +129,9 @@ class FixedKernelAttention(KernelAttention):
                 f"`invariant=True` needs kernels, and those cannot run {type(call.layer).__name__}: {refusal}"
             )
         q = self._written(call, k_cache, v_cache) if call.source is None else call.q.contiguous()
+        if self.work.copies is not None and call.source is None:
+            self.work.copies.run(k_cache)
+            self.work.copies.run(v_cache)
         boxes = storage.paged(call.source or call.layer, backend.fixed.boxes)
         shape = storage.num_pages, storage.page_size
         k, v = (pages.view(*shape, *pages.shape[1:]) for pages in (k_cache, v_cache))

@@ -26,14 +26,22 @@ def refuse_what_varies(model: nn.Module, architecture: Architecture, config: Bat
         raise _refusal(why)
 
 
-def refuse_calls_that_vary(config: BatchConfig, device: torch.device, *, images: bool, beams: bool) -> None:
-    """images, beams: whether the call has some."""
+def refuse_calls_that_vary(
+    config: BatchConfig, device: torch.device, *, images: bool, beams: bool, most_likely: int | None
+) -> None:
+    """images, beams: whether the call has some. most_likely: log-probabilities of more tokens are asked for than so
+    many, which kernels find at a position."""
     if not config.invariant:
         return
     if images:
         raise _refusal("the vision tower reads as many images at once as fit, and what it gives depends on that")
     if beams and device.type != "cpu":
         raise _refusal("beams part in the midst of a page, and the kernels read whole pages: leave `num_beams` out")
+    if most_likely is not None and device.type != "cpu":
+        raise _refusal(
+            f"on a GPU log-probabilities of more than {most_likely} tokens are added up in an order that depends on "
+            f"the number of rows: ask for {most_likely} at most"
+        )
 
 
 def _refusal(why: str) -> UnsupportedModelError:
@@ -47,12 +55,10 @@ def _reasons(model: nn.Module, architecture: Architecture, config: BatchConfig) 
     modules = every_module(inner)
     if (lacking := why_not_invariant(config, architecture.device)) is not None:
         yield lacking
-    elif architecture.device.type != "cpu" and any(
-        each.ndim > 1 and each.dtype == torch.float32 for each in inner.parameters()
-    ):
+    elif architecture.device.type != "cpu" and inner.get_input_embeddings().weight.dtype == torch.float32:
         yield (
-            f"{name} has weights in float32, and a GPU adds up their products in an order that depends on the number "
-            "of rows: load it with dtype=torch.bfloat16 or torch.float16"
+            f"{name} is in float32, and a GPU adds up its products in an order that depends on the number of rows: "
+            "load it with dtype=torch.bfloat16 or torch.float16"
         )
     if architecture.ranks.size > 1:
         yield "several processes add up what each has computed"

@@ -23,7 +23,7 @@ from ..kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, b
 from ..notices import Notices
 from ..patches.attention_interface import AttentionCall, Rotation
 from .attention_backend import AttentionBackend
-from .batch import AttentionBatch
+from .batch import AttentionBatch, Copies
 from .kv_storage import KVStorage
 from .torch_attention import CascadePlan, Scratch, write_in_torch
 from .transfers import to_device
@@ -175,6 +175,7 @@ class WorkSource(ABC):
     rows: int  # decode rows and tokens of short chunks; they come first
     slots: torch.Tensor  # [tokens]
     has_chunks = False  # whether longer chunks follow
+    copies: Copies | None = None  # K and V to be copied
 
     @property
     @abstractmethod
@@ -210,6 +211,7 @@ class StepWork(WorkSource):
         self._work_seen = work_seen
         self.batch = batch
         self.slots = batch.slots
+        self.copies = batch.copies
         self.gates = gates
         self.device = device
         self.multiprocessors = multiprocessors

@@ -20,6 +20,7 @@ class CallPlan:
     """One entry for each sequence: several samples of a prompt are that prompt several times, as they share all of it.
 
     samples: of each prompt. new_tokens: at most, of each prompt. widths: of a beam search, the beams of each prompt.
+    whole_pages: as ``make_plan`` has it.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class CallPlan:
         new_tokens: Sequence[int],
         widths: Sequence[int] | None,
         config: BatchConfig,
+        whole_pages: bool = False,
     ) -> None:
         self._config = config
+        self._whole_pages = whole_pages
         self._samples = samples
         self._widths = widths
         self.prompts = self.each(prompts)
@@ -92,4 +95,5 @@ class CallPlan:
         self.sharing = self._planned(self.new_tokens)
 
     def _planned(self, new_tokens: list[int]) -> SharingPlan:
-        return replace(make_plan(self.prompts, self._config, new_tokens, self._state_price), of_sequences=True)
+        plan = make_plan(self.prompts, self._config, new_tokens, self._state_price, self._whole_pages)
+        return replace(plan, of_sequences=True)

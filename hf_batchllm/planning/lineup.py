@@ -45,9 +45,9 @@ def pages_at_once(
         max_new_tokens = [1] * len(prompts)
     ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the 0 stands for no segment
     own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1
-    own -= ends[plan.parents]
-    shared = np.array([len(segment) for segment in plan.segments], dtype=np.int64)
-    return int((-(-own // page_size)).sum() + (-(-shared // page_size)).sum()) + beams
+    own -= ends[plan.parents] - ends[plan.parents] % plan.aligned
+    shared = np.array([segment.end - segment.start + segment.start % plan.aligned for segment in plan.segments])
+    return int((-(-own // page_size)).sum() + (-(-shared.astype(np.int64) // page_size)).sum()) + beams
 
 
 def most_pages_alone(
@@ -90,37 +90,40 @@ def line_up(
     for segment in plan.segments:
         prompt = prompts[segment.prompt]
         below = prefixes[segment.parent] if segment.parent >= 0 else None
-        prefix = Prefix(
-            prompt.keys, segment.start, segment.end, key=prompt.key, places=prompt.places, two_way=prompt.two_way
-        )
+        start = segment.start - segment.start % plan.aligned
+        prefix = Prefix(prompt.keys, start, segment.end, key=prompt.key, places=prompt.places, two_way=prompt.two_way)
+        prefix.begins_with(segment.start - start)
         limit = segment.end
         if most is not None:
             first = int(rank[segment.prompt])
             limit = min(limit, int(most[plan.order[first : first + segment.members]].min()))
-        lineup.cached_tokens += _attach(prefix, below, limit, cache, plan.multiple)
+        lineup.cached_tokens += _attach(prefix, below, limit, cache, plan.aligned)
         prefixes.append(prefix)
     found: list[int] = []  # of each request, the tokens that a kept prefix holds of its own
     for place, prompt in enumerate(prompts):
         parent = int(plan.parents[place])
         below = prefixes[parent] if parent >= 0 else None
+        shared = below.end if below is not None else 0
+        copied = shared % plan.aligned
         request = (Request if widths is None else Branch)(
             owners[place][0],
             prompt.ids,
             int(max_new_tokens[place]),
             sample=owners[place][1],
             rank=int(rank[place]),
-            start=below.end if below is not None else 0,
+            start=shared - copied,
             key=prompt.key,
             can_stop=stops[place],
             keys=prompt.keys,
             places=prompt.places,
             two_way=prompt.two_way,
         )
+        request.begins_with(copied)
         if isinstance(request, Branch) and widths is not None:
             request.width = widths[place]
         limit = len(prompt.ids) - 1
         limit = limit if most is None else min(limit, int(most[place]))
-        found.append(_attach(request, below, limit, cache, plan.multiple))
+        found.append(_attach(request, below, limit, cache, plan.aligned))
         lineup.requests.append(request)
     # Retire a prefix whose only reader turned out empty because a kept prefix covers it.
     for prefix in reversed(prefixes):
@@ -138,21 +141,22 @@ def line_up(
     return lineup
 
 
-def _attach(unit: Prefix | Request, below: Prefix | None, limit: int, cache: PagedCache, multiple: int) -> int:
+def _attach(unit: Prefix | Request, below: Prefix | None, limit: int, cache: PagedCache, aligned: int) -> int:
     """Attach ``unit`` to the prefix below it in the plan, or to a kept prefix that holds more of its tokens.
 
-    ``limit``: the position before which tokens may come from a kept prefix; a ``multiple`` of them does. Returns how
-    many were found there.
+    ``limit``: the position before which tokens may come from a kept prefix; a multiple of ``aligned`` does. Returns
+    how many were found there.
     """
     found = 0
     below_is_cached = below is None or below.start == below.end  # only then a kept prefix may hold more
-    if cache.kept_prefixes and below_is_cached and limit > unit.start:
+    if cache.kept_prefixes and below_is_cached and limit > unit.first_computed:
         ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_keys
         kept, agreed = cache.match(ids, limit, unit.key)
-        agreed -= agreed % multiple
-        if kept is not None and agreed > unit.start:
-            found = agreed - unit.start
-            unit.start = unit.computed = agreed
+        agreed -= agreed % aligned
+        if kept is not None and agreed > unit.first_computed:
+            found = agreed - unit.first_computed
+            unit.start = agreed
+            unit.begins_with(0)
             below = kept
     cache.attach(unit, below)
     return found
@@ -161,7 +165,8 @@ def _attach(unit: Prefix | Request, below: Prefix | None, limit: int, cache: Pag
 def _run_without_prefixes(request: Request, cache: PagedCache, lineup: Lineup, place: int) -> None:
     """A deep chain of prefixes takes a few more pages than its tokens alone, as each prefix begins a page."""
     cache.retire(request, keep=False)
-    request.start = request.computed = request.lost_end = 0
+    request.start = 0
+    request.begins_with(0)
     if cache.fits_alone(request):
         lineup.without_prefixes += 1
     else:

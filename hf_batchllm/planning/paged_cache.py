@@ -57,9 +57,9 @@ class PagedCache:
             self.slots.most = self.slots.taken
         self.lost_tokens = 0
         for unit in units_below([*self._kept]):  # a base comes before what stands on it
-            unit.lost_end = unit.read_end = unit.start
+            unit.lost_end, unit.read_end = unit.first_computed, unit.start
             if unit.base is not None:
-                unit.base.read_end = max(unit.base.read_end, unit.start)
+                unit.base.read_end = max(unit.base.read_end, unit.first_computed)
 
     # -- counting ----------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class PagedCache:
         missing = self.missing(unit, upto)
         below = unit.base
         while below is not None:
-            missing += self.missing(below, unit.start)
+            missing += self.missing(below, unit.first_computed)
             unit, below = below, below.base
         return missing
 
@@ -177,7 +177,7 @@ class PagedCache:
         if self.slots is not None and unit.slot != NO_SLOT:
             self.slots.give_back(unit)
         unit.pages.clear()
-        unit.computed = unit.start
+        unit.computed = unit.first_computed
         self._holders.pop(unit, None)
 
     def cut(self, unit: Unit, upto: int) -> None:
@@ -195,7 +195,7 @@ class PagedCache:
 
     def give_up(self, unit: Unit) -> None:
         """Release a unit that is still needed, because memory is short."""
-        self.lost_tokens += unit.computed - unit.start
+        self.lost_tokens += unit.computed - unit.first_computed
         unit.lost_end = max(unit.lost_end, unit.computed)
         self.release(unit)
 
@@ -209,12 +209,12 @@ class PagedCache:
         """From now on ``unit`` stands on ``base``, which stays as long as the unit does."""
         assert unit.base is None and not unit.pages
         if base is not None:
-            start = unit.start
-            assert base.start <= start <= base.readable_end
+            end = unit.first_computed
+            assert base.start <= unit.start <= end <= base.readable_end
             unit.base = base
             base.refs += 1
-            if start > base.read_end:
-                base.read_end = start
+            if end > base.read_end:
+                base.read_end = end
 
     def retire(self, unit: Unit, keep: bool = True) -> None:
         """``unit`` has ended: release it, and every ancestor that no other unit stands on.
@@ -384,16 +384,19 @@ class PagedCache:
         for unit in units:
             assert (unit in self._holders) == bool(unit.pages), f"{unit} is listed wrongly among the holders"
             room = unit.start + len(unit.pages) * self.page_size
-            assert unit.start <= unit.computed <= room, f"{unit} overflows"
+            assert unit.first_computed <= unit.computed <= max(room, unit.first_computed), f"{unit} overflows"
             if isinstance(unit, Prefix):
                 assert unit.computed <= unit.end, f"{unit} is computed beyond its end"
                 assert unit.kept == (unit in self._kept), f"{unit} is listed wrongly among the kept prefixes"
                 assert not unit.kept or unit.computed == unit.end, f"{unit} is kept and not complete"
             if unit.base is not None:
                 standing[unit.base] += 1
-                assert unit.base.start <= unit.start <= unit.base.readable_end, f"{unit} reads beyond {unit.base}"
-                assert unit.start <= unit.base.read_end, f"{unit} reads more of {unit.base} than its `read_end` says"
-            if isinstance(unit, Request) and unit.computed > unit.start:
+                end = unit.first_computed
+                assert unit.base.start <= unit.start <= end <= unit.base.readable_end, (
+                    f"{unit} reads beyond {unit.base}"
+                )
+                assert end <= unit.base.read_end, f"{unit} reads more of {unit.base} than its `read_end` says"
+            if isinstance(unit, Request) and unit.computed > unit.first_computed:
                 for below, end in unit.ancestors():
                     assert below.computed >= end, f"{unit} was computed before {below}"
             if isinstance(unit, Branch):

@@ -21,7 +21,8 @@ class Unit:
     """Tokens ``[start, ...)`` of one sequence, and the pages that hold their K and V."""
 
     __slots__ = (
-        "base", "computed", "key", "lost_end", "pages", "places", "read_end", "refs", "slot", "start", "two_way",
+        "base", "computed", "copied", "key", "lost_end", "pages", "places", "read_end", "refs", "slot", "start",
+        "two_way",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +39,9 @@ class Unit:
         # int64 [runs, 2]  runs of the sequence whose tokens see all of the run: images, in some models. No chunk ends
         # inside of one. Set when the unit is made.
         self.two_way = two_way
+        # So many tokens from `start` on are copied from the units below, whose last page ends in between. Set when the
+        # requests of a call are lined up, where units begin at pages.
+        self.copied = 0
         # K and V before this position are in the pages, or will be after the steps made so far. Set by the scheduler.
         self.computed = start
         # K and V before this position have been in the pages once; those from `computed` on are lost. Set by the cache.
@@ -57,6 +61,16 @@ class Unit:
         return self.start
 
     @property
+    def first_computed(self) -> int:
+        """The position of the first token that is not copied."""
+        return self.start + self.copied
+
+    def begins_with(self, copied: int) -> None:
+        """So many tokens are copied. Nothing has been computed so far."""
+        self.copied = copied
+        self.computed = self.lost_end = self.start + copied
+
+    @property
     def state_source(self) -> Unit | None:
         """The unit whose last token stands before this one's first. Units that hold nothing are passed over."""
         below = self.base
@@ -65,11 +79,14 @@ class Unit:
         return below
 
     def ancestors(self) -> list[tuple[Unit, int]]:
-        """The units below this one, the one at the beginning first, each with the position up to which it is read."""
+        """The units below this one, the one at the beginning first, each with the position up to which it is read.
+
+        Or copied.
+        """
         chain: list[tuple[Unit, int]] = []
         child: Unit = self
         while child.base is not None:
-            chain.append((child.base, child.start))
+            chain.append((child.base, child.first_computed))
             child = child.base
         chain.reverse()
         return chain
@@ -78,7 +95,7 @@ class Unit:
         """Whether all that this unit reads of those below it has been computed."""
         unit: Unit = self
         while unit.base is not None:
-            if unit.base.computed < unit.start:
+            if unit.base.computed < unit.first_computed:
                 return False
             unit = unit.base
         return True
@@ -355,7 +372,7 @@ class Branch(Request):
         """A new beam of the same prompt with these new tokens, that will read this unit up to ``start``."""
         branch = Branch.__new__(Branch)  # the three `__init__` take four times as long, and beams part in every step
         branch.start = branch.computed = branch.lost_end = branch.read_end = start
-        branch.base, branch.pages, branch.slot, branch.refs = None, [], NO_SLOT, 0
+        branch.base, branch.pages, branch.slot, branch.refs, branch.copied = None, [], NO_SLOT, 0, 0
         branch.key, branch.index, branch.sample, branch.rank = self.key, self.index, self.sample, self.rank
         branch.prompt_ids, branch.prompt_tokens = self.prompt_ids, self.prompt_tokens
         branch.prompt_keys, branch.places, branch.two_way = self.prompt_keys, self.places, self.two_way

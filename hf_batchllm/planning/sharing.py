@@ -161,17 +161,23 @@ def _run_order(
 
 
 def make_plan(
-    prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int], state_price: int = 0
+    prompts: list[Prompt],
+    config: BatchConfig,
+    new_tokens: int | list[int],
+    state_price: int = 0,
+    whole_pages: bool = False,
 ) -> SharingPlan:
     """The plan for ``prompts`` by the settings of ``config``.
 
     state_price: tokens that a segment must save besides, for the place that its state takes.
+    whole_pages: with ``invariant=True`` segments end with pages. Otherwise what is beyond the last whole one is copied.
     """
     plan = plan_sharing(
         prompts,
         min_shared_tokens=config.min_shared_tokens + state_price,
         share=config.share_prefixes,
         new_tokens=new_tokens,
-        multiple=config.page_size if config.invariant else 1,
+        multiple=config.page_size if config.invariant and whole_pages else 1,
     )
-    return replace(plan, min_shared_tokens=config.min_shared_tokens, state_price=state_price)
+    aligned = config.page_size if config.invariant else 1
+    return replace(plan, min_shared_tokens=config.min_shared_tokens, state_price=state_price, aligned=aligned)

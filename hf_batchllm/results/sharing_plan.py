@@ -73,7 +73,8 @@ class SharingPlan:
     longest_unshared: int = 0  # where nothing is computed once: tokens of the longest beginning that prompts share
     min_shared_tokens: int = 0  # the setting that the plan was made with
     state_price: int = 0  # tokens that a prefix must save besides: see docs/hybrids.md
-    multiple: int = 1  # of which the end of each segment is one: pages, with ``invariant=True``
+    multiple: int = 1  # of which the end of each segment is one: pages, where ``invariant=True`` needs whole ones
+    aligned: int = 1  # the cache holds a sequence in pieces that begin at multiples of this: pages, with the same
 
     @property
     def prompt_tokens(self) -> int:

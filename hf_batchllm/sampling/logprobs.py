@@ -281,6 +281,7 @@ def _noted(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, k: int) -
         ids = torch.empty(len(some), 1, k, dtype=torch.int32, device=device)
         values = torch.empty(len(some), 1, k + 1, dtype=torch.float32, device=device)
         note(read, every[begin : begin + size], ids, values)
+        del read  # before the next rows are copied
         yield ids[:, 0], values[:, 0, :k], values[:, 0, k]
 
 
