@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from support_device_loop import run_over_twins
 from support_families import build
 from support_fuzz_calls import multiply_in_blocks
@@ -12,6 +13,7 @@ from support_fuzz_calls import multiply_in_blocks
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_rows import RowsWork
 from hf_batchllm.kernels.fixed_lists import FIXED_TILES
+from hf_batchllm.model.batch import Copies
 from hf_batchllm.model.runner import ModelRunner
 
 
@@ -76,3 +78,45 @@ def test_prompts_foretell_the_work_of_decode_rows(family: str, monkeypatch: pyte
     assert seen and made[-1]
     for key, tiles in made[-1].items():
         assert seen[0][key] == tiles == seen[-1][key]
+
+
+@pytest.mark.parametrize("memory", [None, 18])
+@pytest.mark.parametrize("on_a_gpu", [True, False])
+def test_prefixes_that_end_in_the_midst_of_a_page(
+    on_a_gpu: bool, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of them in one page: what is copied has itself been copied, in the same step or in an earlier one."""
+    if on_a_gpu:
+        run_over_twins(monkeypatch)
+        multiply_in_blocks(monkeypatch)
+        monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    copied: list[int] = []
+    own = Copies.run
+
+    def run(self: Copies, cache: torch.Tensor) -> None:
+        own(self, cache)
+        assert not cache[self.target].isnan().any()
+        copied.append(len(self.target))
+
+    monkeypatch.setattr(Copies, "run", run)
+    start = [7 * place % 97 for place in range(70)]
+    below, above = (
+        [[*start, *range(5)], [*start, *range(9, 0, -1)]],
+        [[*start, *range(5), 60 + end] for end in range(3)],
+    )
+    prompts = [
+        [*base, *([end] * 3), last] for base in (start, *below, *above) for end in (40, 41) for last in range(50, 53)
+    ]
+    config: dict[str, Any] = {"invariant": True, "page_size": 16, "min_shared_tokens": 1, "max_batch_tokens": 48}
+    with BatchGenerator(build("llama"), **config) as generator:
+        token = generator.architecture.kv_bytes_per_token
+    if memory is not None:
+        config["kv_memory"] = memory * 16 * token
+    options: dict[str, Any] = {"max_new_tokens": 24, "logprobs": 0, "progress": False}
+    with BatchGenerator(build("llama"), **config) as generator:
+        every = generator.generate(prompts, **options)
+        assert every.report.computed_tokens >= every.report.plan.computed_tokens
+        for place in range(0, len(prompts), 5):
+            (alone,) = generator.generate([prompts[place]], **options)
+            assert (alone.token_ids, alone.logprobs) == (every[place].token_ids, every[place].logprobs)
+    assert max(copied) > 15
