@@ -53,13 +53,6 @@ def _refusal(why: str) -> UnsupportedModelError:
 def _reasons(model: nn.Module, architecture: Architecture, config: BatchConfig) -> Iterator[str]:
     inner, name = base_model(model), architecture.name
     modules = every_module(inner)
-    if (lacking := why_not_invariant(config, architecture.device)) is not None:
-        yield lacking
-    elif architecture.device.type != "cpu" and inner.get_input_embeddings().weight.dtype == torch.float32:
-        yield (
-            f"{name} is in float32, and a GPU adds up its products in an order that depends on the number of rows: "
-            "load it with dtype=torch.bfloat16 or torch.float16"
-        )
     if architecture.ranks.size > 1:
         yield "several processes add up what each has computed"
     if architecture.states:
@@ -74,3 +67,11 @@ def _reasons(model: nn.Module, architecture: Architecture, config: BatchConfig) 
         yield f"the experts of {name} cannot be run one by one: {experts}"
     if inner.training and any(isinstance(each, nn.Dropout) and each.p > 0 for each in modules):
         yield f"{name} is in training mode, with dropout: call model.eval() first"
+    if architecture.device.type != "cpu" and inner.get_input_embeddings().weight.dtype == torch.float32:
+        yield (
+            f"{name} is in float32, and a GPU adds up its products in an order that depends on the number of rows: "
+            "load it with dtype=torch.bfloat16 or torch.float16"
+        )
+    # The last: on a new card the kernels are checked for it.
+    if (lacking := why_not_invariant(config, architecture.device)) is not None:
+        yield lacking
