@@ -100,9 +100,14 @@ class Copies:
 
     @staticmethod
     def of(
-        chunks: Sequence[Chunk], begins: np.ndarray, table: UnitTable, places: dict[Unit, int], page_size: int
+        chunks: Sequence[Chunk],
+        begins: np.ndarray,
+        table: UnitTable,
+        places: dict[Unit, int],
+        page_size: int,
+        tensor: Callable[[np.ndarray], torch.Tensor],
     ) -> Copies | None:
-        """``begins``: of each chunk, the first row."""
+        """``begins``: of each chunk, the first row. ``tensor`` makes one of an array."""
         source, target, row = [], [], []
         for chunk, begin in zip(chunks, begins.tolist(), strict=True):
             unit = chunk.unit
@@ -119,8 +124,7 @@ class Copies:
             source += pieces[::-1]
         if not row:
             return None
-        slots = [torch.from_numpy(np.concatenate(each)) for each in (source, target)]
-        return Copies(slots[0], slots[1], np.concatenate(row))
+        return Copies(tensor(np.concatenate(source)), tensor(np.concatenate(target)), np.concatenate(row))
 
     def to(self, device: torch.device) -> Copies:
         return replace(self, source=_sent(self.source, device), target=_sent(self.target, device))
@@ -305,7 +309,7 @@ class BatchBuilder:
                 self.page_size,
                 None if burst is None else np.minimum(burst.times, burst.left) - 1,
                 None if self.two_way is None else self._seen(every_position, rows, chunks),
-                Copies.of(chunks, span_begin[rows:], table, places, self.page_size),
+                Copies.of(chunks, span_begin[rows:], table, places, self.page_size, tensor),
             ),
             burst,
             list(asked),
