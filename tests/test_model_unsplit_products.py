@@ -11,7 +11,7 @@ import torch
 from support_interrupts import Stop
 
 from hf_batchllm.model import unsplit_products
-from hf_batchllm.model.unsplit_products import UnsplitProducts, make_room_on_stream, why_not_unsplit
+from hf_batchllm.model.unsplit_products import UnsplitProducts, make_room_for_capture, why_not_unsplit
 
 LT, CUBLAS, APART = "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
 
@@ -36,10 +36,10 @@ def test_a_stream_gets_its_memory_as_the_owner_has_set_it(made: list[tuple[str |
     def run() -> None:
         with UnsplitProducts().applied():
             assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
-            make_room_on_stream()  # of a capture
+            make_room_for_capture()  # of a capture
             assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
             with UnsplitProducts().applied():  # a criterion that generates, say
-                make_room_on_stream()
+                make_room_for_capture()
             assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
             assert not matmul.allow_bf16_reduced_precision_reduction
             raise KeyError
@@ -48,8 +48,8 @@ def test_a_stream_gets_its_memory_as_the_owner_has_set_it(made: list[tuple[str |
         run()
     assert LT not in os.environ and os.environ[CUBLAS] == ":4096:8"
     assert matmul.allow_bf16_reduced_precision_reduction == reduced
-    make_room_on_stream()
-    assert made == [(None, ":4096:8")] * 5
+    make_room_for_capture()  # of others, which need nothing of it
+    assert made == [(None, ":4096:8")] * 4
 
 
 def settings() -> unsplit_products._Settings:

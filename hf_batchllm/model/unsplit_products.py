@@ -106,7 +106,7 @@ def _begin(block: object) -> None:
     with _lock:
         if _owners is None:
             _owners = _Settings.now()
-        make_room_on_stream()
+        _make_room_on_stream()
         _in_force[block] = None
         os.environ.update(_NO_ROOM)
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -133,7 +133,13 @@ def _narrow_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         return narrow_product(x, weight, bias)
 
 
-def make_room_on_stream() -> None:
+def make_room_for_capture() -> None:
+    """To be called on the stream of a capture before it begins: within a block the capture would make too little."""
+    if _in_force:
+        _make_room_on_stream()
+
+
+def _make_room_on_stream() -> None:
     """Have the current stream's memory made, as large as the owner has set it. Not while the stream is captured."""
     with _lock:
         if not _in_force or _owners is None:

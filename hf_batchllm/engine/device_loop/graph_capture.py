@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...model.unsplit_products import make_room_on_stream
+from ...model.unsplit_products import make_room_for_capture
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> I
     try:
         gc.disable()
         with torch.cuda.stream(_capture_stream(device)):
-            make_room_on_stream()
+            make_room_for_capture()
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 yield
