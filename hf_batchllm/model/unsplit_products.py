@@ -59,12 +59,15 @@ class _Settings:
             torch.nn.functional.linear,
         )
 
-    def put(self) -> None:
+    def put_environment(self) -> None:
         for name, value in self.environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+    def put(self) -> None:
+        self.put_environment()
         torch.backends.cuda.preferred_blas_library(self.library)
         for name, pair in self.reduced.items():
             setattr(torch.backends.cuda.matmul, name, pair)
@@ -145,11 +148,7 @@ def _make_room_on_stream() -> None:
         if not _in_force or _owners is None:
             torch.cuda.current_blas_handle()  # makes it where there is none
             return
-        for name, value in _owners.environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _owners.put_environment()
         try:
             torch.cuda.current_blas_handle()
         finally:
