@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .cards import card_on
-from .fixed_lists import FINISHED, PART
+from .fixed_lists import FINISHED, FIXED_TILES, PART
 from .pages_triton import LOG2E, block_of, boxes_of, in_log2, load_query, read_entry, store_lines
 from .work_lists import ITEM_FIELDS, WorkLists
 
@@ -92,18 +92,6 @@ def _load_seen(
 
 
 @triton.jit
-def _load_whole(
-    pages, boxes, page, offset, kv_head,
-    BOX: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    if DESCRIPTORS:
-        box = boxes.load([page, offset, kv_head, 0]).reshape(BOX, block_of(DIM))
-    else:
-        box = _load_seen(pages, page, offset, kv_head, BOX, BOX, DIM, PAGE, KV_HEADS)
-    return box
-
-
-@triton.jit
 def _add_box(
     acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap,
     BOX: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
@@ -161,7 +149,7 @@ def _attend_fixed(
     V_DIM: tl.constexpr,
     PART: tl.constexpr,
     LONGEST_BOX: tl.constexpr,  # tokens of a box
-    DESCRIPTORS: tl.constexpr,  # whether K and V are descriptors
+    DESCRIPTORS: tl.constexpr,  # whether whole boxes are read by the copy engine
 ):
     BOXES: tl.constexpr = boxes_of(PAGE, LONGEST_BOX)
     BOX: tl.constexpr = PAGE // BOXES
@@ -204,21 +192,24 @@ def _attend_fixed(
         )
         total = tl.broadcast_to(part_total[:, None], [BLOCK_M, _SUMS])
 
-    whole = tokens // BOX
-    for i in tl.range(0, whole):
-        next_page, _, _ = read_entry(entries, begin + tl.minimum((i + 1) // BOXES, end - begin - 1))
-        position = first + i * BOX
-        k_box = _load_whole(k_pages, k_boxes, page, i % BOXES * BOX, kv_head, BOX, QK_DIM, PAGE, KV_HEADS, DESCRIPTORS)
-        v_box = _load_whole(v_pages, v_boxes, page, i % BOXES * BOX, kv_head, BOX, V_DIM, PAGE, KV_HEADS, DESCRIPTORS)
-        if (position % PART == 0) & (i > 0):
-            out_so_far, peak_so_far, total_so_far, acc, total, peak = _next_part(
-                out_so_far, peak_so_far, total_so_far, acc, total, peak, BLOCK_M, block_of(V_DIM)
+    whole = 0
+    if DESCRIPTORS:
+        whole = tokens // BOX
+        for i in tl.range(0, whole):
+            next_page, _, _ = read_entry(entries, begin + tl.minimum((i + 1) // BOXES, end - begin - 1))
+            position = first + i * BOX
+            k_box = k_boxes.load([page, i % BOXES * BOX, kv_head, 0]).reshape(BOX, block_of(QK_DIM))
+            v_box = v_boxes.load([page, i % BOXES * BOX, kv_head, 0]).reshape(BOX, block_of(V_DIM))
+            if (position % PART == 0) & (i > 0):
+                out_so_far, peak_so_far, total_so_far, acc, total, peak = _next_part(
+                    out_so_far, peak_so_far, total_so_far, acc, total, peak, BLOCK_M, block_of(V_DIM)
+                )
+            acc, total, peak = _add_box(
+                acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
             )
-        acc, total, peak = _add_box(
-            acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
-        )
-        page = next_page
-    for i in tl.range(whole, tl.cdiv(tokens, BOX)):  # once, or not at all
+            page = next_page
+    for i in tl.range(whole, tl.cdiv(tokens, BOX)):  # with descriptors at most one is left
+        next_page, _, _ = read_entry(entries, begin + tl.minimum((i + 1) // BOXES, end - begin - 1))
         position = first + i * BOX
         seen = tokens - i * BOX
         k_box = _load_seen(k_pages, page, i % BOXES * BOX, kv_head, seen, BOX, QK_DIM, PAGE, KV_HEADS)
@@ -230,6 +221,7 @@ def _attend_fixed(
         acc, total, peak = _add_box(
             acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
         )
+        page = next_page
     out_so_far, peak_so_far, total_so_far = _fold(out_so_far, peak_so_far, total_so_far, acc, peak, tl.max(total, 1))
 
     if part < 0:
@@ -321,13 +313,16 @@ def attend_fixed(
     slices = triton.cdiv(tile, launch.lines)
     assert scale > 0, "the largest score is found before it is scaled"
     assert k_pages.is_contiguous() and v_pages.is_contiguous()
+    # The copy engine reads whole boxes alone, and the last one would be fetched only when all others are done. Short
+    # items would wait for it: loads that hide what a row does not see are fetched ahead, all of them.
+    descriptors = card.descriptors and launch.lines > FIXED_TILES[0]
     scale, cap = in_log2(scale, softcap)
     _attend_fixed[(len(items) * slices * kv_heads,)](
         q, k_pages, v_pages, *boxes, out, part_out, part_sums,
         items, work.counts[tile], work.entries, work.row_parts, lengths, scale, cap,
         BLOCK_M=launch.lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None,
         GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim, PART=PART,
-        LONGEST_BOX=launch.box, DESCRIPTORS=card.descriptors, num_warps=launch.warps, num_stages=launch.stages,
+        LONGEST_BOX=launch.box, DESCRIPTORS=descriptors, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 

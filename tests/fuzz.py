@@ -135,8 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     seed = int(time.time()) if given.seed is None else given.seed
     torch.set_num_threads(1)
-    exact_on(given.device)
     models.HALVED = given.invariant and given.device != "cpu"
+    exact_on(given.device)
     print(f"seed {seed}, torch {torch.__version__}, {given.device}", flush=True)
     one = given.case is not None
     if one:

@@ -35,12 +35,12 @@ def test_a_stream_gets_its_memory_as_the_owner_has_set_it(made: list[tuple[str |
 
     def run() -> None:
         with UnsplitProducts().applied():
-            assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
+            assert (os.environ[LT], os.environ[CUBLAS]) == ("0", ":0:0")
             make_room_for_capture()  # of a capture
-            assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
+            assert (os.environ[LT], os.environ[CUBLAS]) == ("0", ":0:0")
             with UnsplitProducts().applied():  # a criterion that generates, say
                 make_room_for_capture()
-            assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
+            assert (os.environ[LT], os.environ[CUBLAS]) == ("0", ":0:0")
             assert not matmul.allow_bf16_reduced_precision_reduction
             raise KeyError
 
@@ -50,6 +50,18 @@ def test_a_stream_gets_its_memory_as_the_owner_has_set_it(made: list[tuple[str |
     assert matmul.allow_bf16_reduced_precision_reduction == reduced
     make_room_for_capture()  # of others, which need nothing of it
     assert made == [(None, ":4096:8")] * 4
+
+
+def test_pytorchs_deterministic_mode_allows_no_less_memory(
+    made: list[tuple[str | None, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *library: libraries.extend(library))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with UnsplitProducts().applied():
+        assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
+    assert libraries == ["cublaslt"]
+    assert LT not in os.environ and os.environ[CUBLAS] == ":4096:8"
 
 
 def settings() -> unsplit_products._Settings:
@@ -123,3 +135,9 @@ def test_products_that_came_before_on_a_gpu() -> None:
     with UnsplitProducts().applied():
         assert not varies()
     assert varies()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with UnsplitProducts().applied():
+            assert not varies()
+    finally:
+        torch.use_deterministic_algorithms(False)
