@@ -15,8 +15,11 @@ from support_fuzz_cases import Ask, Case
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
+from hf_batchllm.engine import drafts_ahead
+from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import Times
 from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.step_seconds import StepSeconds
 from hf_batchllm.errors import CacheMemoryError
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
@@ -169,9 +172,12 @@ class Calls:
         with nullcontext(generator) if generator else self.generator(self.case.config, asks) as used:
             state = torch.get_rng_state(), random.getstate()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    Times, "line", lambda _: (1.0, 0.0)
-                )  # as if steps of any size took as long: drafts always pay
+                # As if steps of any size took as long: drafts always pay.
+                patch.setattr(Times, "line", lambda _: (1.0, 0.0))
+                patch.setattr(StepSeconds, "of", lambda *_: 1.0)
+                for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9)):
+                    patch.setattr(drafts_ahead, name, value)
+                patch.setattr(StepsAsGraphs, "is_steady", True)
                 result = used.generate(**self.arguments(asks), **arguments | self._drafts())
             expect(
                 torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate(),

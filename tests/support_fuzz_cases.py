@@ -121,12 +121,11 @@ def draw_config(dice: Random, device: str, device_loop: bool, beams: bool, token
 
 
 def as_invariant(config: dict[str, Any], device: str, device_loop: bool) -> dict[str, Any]:
-    """In a GPU's loop with pages of which parts have a whole number, and with all fused, as there it must be."""
+    """In a GPU's loop with pages of one size, and with all fused, as there it must be."""
     config = {**config, "invariant": True}
-    if device_loop and "page_size" in config:
-        config["page_size"] = 1 << (config["page_size"].bit_length() - 1)
-    if device != "cpu":  # there K and V are read in boxes of a page, and for each size of them the bits are others
-        config["page_size"] = 64
+    if device_loop or device != "cpu":  # there K and V are read in boxes of a page, whose size changes the bits
+        config["page_size"] = 64 if device != "cpu" else 16
+    if device != "cpu":
         if config.get("backend") == "torch":
             del config["backend"]
     if device_loop or device != "cpu":

@@ -148,9 +148,9 @@ def test_in_little_memory(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -
 def test_steps_stay_as_small_as_they_may_be(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, own = [], Drafts.ran
 
-    def ran(self: Drafts, tokens: int, seconds: float) -> None:
-        rows.append(tokens)
-        own(self, tokens, seconds)
+    def ran(self: Drafts, step: Step, *others: Any) -> None:
+        rows.append(step.tokens)
+        own(self, step, *others)
 
     monkeypatch.setattr(Drafts, "ran", ran)
     plain, drafted = both(monkeypatch, "llama", {"max_batch_tokens": most}, wrong=0.0)
@@ -352,7 +352,7 @@ def seconds_of(right: float, rows: int, each: float, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     dice, seconds = random.Random(3), 0.0
     requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 1000) for place in range(rows)]
-    drafts = Drafts(lambda _: 8, lambda _: 3, requests, lambda _, end: end, lambda *_: np.empty((0, 1)))
+    drafts = Drafts(lambda _: 8, lambda _: 3, requests, lambda _, end: end, lambda *_: np.empty((0, 1)), 64)
     for request in requests:
         request.generated, request.computed = [1], 4
     monkeypatch.setattr(drafts, "_guess", lambda _: [1] * 8)
@@ -366,8 +366,8 @@ def seconds_of(right: float, rows: int, each: float, monkeypatch: pytest.MonkeyP
             while accepted < len(chunk.draft) and dice.random() < right:
                 accepted += 1
             made += accepted
-            drafts.seen(chunk, accepted)
-        drafts.ran(step.tokens, took)
+            drafts.seen(chunk.unit, len(chunk.draft), accepted)
+        drafts._times.note(step.tokens, took)
     return seconds / (made / rows * (1 + each * rows))
 
 

@@ -6,6 +6,7 @@ same as without drafts, and only their number of steps is smaller. K and V of wr
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -16,10 +17,10 @@ from ..planning.step import Chunk, Step
 from ..sampling.earlier_answers import EarlierAnswers
 from ..sampling.text_lookup import TextLookup
 
-MOST_TOKENS = 64  # of a step that has drafts: where there are more rows, the next one costs nearly as much as the first
 _FIRST_RATE = 0.7  # of guesses that are right, before any has been seen
-_LATEST = 0.4  # how much the latest draft counts in a rate
-_DRIFT = 0.02  # how much nearer to the rate of all answers a step without a draft brings that of one: texts change
+_KEPT, _KEPT_OF_ALL = 0.9, 0.98  # how much drafts before the latest count: of one answer, and of all
+_OF_ALL = 4.0  # guesses: so much the rate of all answers counts in that of one
+_KEPT_WITHOUT = 0.98  # how much drafts count after a step without one: texts change
 _STEPS_IN_TIMES = 0.97  # how much what was measured of steps counts after another step
 _GAIN = 1.03  # so many times as many tokens a second must be expected
 _PROBED = 32  # steps of which no guess pays, after which a few tokens of one are run all the same
@@ -52,13 +53,19 @@ class Times:
 
 
 class Drafts:
-    """most: of a request, how many tokens may be guessed at a time; 0: none.
+    """Drafts where the host picks each token, and sees it before the next step.
+
+    most: of a request, how many tokens may be guessed at a time; 0: none.
     longest: of a request, how many tokens are looked for, at most: what has followed them is the guess.
     lengthen: reserves pages of a request up to a position, and says up to which it has them.
-    pick: the next tokens of requests, [requests, 1], from these rows of the logits of the latest step's drafts.
+    pick: the next tokens of requests, [requests, 1], from these rows of the logits of the latest step's drafts; None
+    where the device picks them.
     most_tokens: of a step that has drafts.
     earlier: answers of earlier calls; those of this one are added.
     """
+
+    largest_step = 64  # tokens, with drafts: where there are more rows, the next costs nearly as much as the first
+    must_know = False  # whether all tokens must be known before the next step
 
     def __init__(
         self,
@@ -66,20 +73,20 @@ class Drafts:
         longest: Callable[[Request], int],
         requests: Sequence[Request],
         lengthen: Callable[[Request, int], int],
-        pick: Callable[[Sequence[int], Sequence[Request]], np.ndarray],
-        most_tokens: int = MOST_TOKENS,
+        pick: Callable[[Sequence[int], Sequence[Request]], np.ndarray] | None,
+        most_tokens: int,
         earlier: EarlierAnswers | None = None,
     ) -> None:
         self._earlier = EarlierAnswers() if earlier is None else earlier
-        self._most_tokens = min(most_tokens, MOST_TOKENS)
+        self._most_tokens = min(most_tokens, self.largest_step)
         self._unfinished = Counter(request.index for request in requests)  # by prompt
         self._most = most
         self._longest = longest
         self.pick = pick
         self._lengthen = lengthen
         self._lookups: dict[int, TextLookup] = {}  # by prompt
-        self._rate = _FIRST_RATE  # of all answers
-        self._rates: dict[Request, float] = {}
+        self._of_all = np.array([4 * _FIRST_RATE, 4.0])  # guesses that were right, and all up to the first wrong one
+        self._of_each: dict[Request, np.ndarray] = {}
         self._times = Times()
         self._without = 0  # steps since a draft has run
         self.drafted = self.accepted = 0  # tokens
@@ -91,16 +98,25 @@ class Drafts:
         guesses = {request: guess for request in step.rows if (guess := self._guess(request))}
         drafts = self._that_pay(len(step.rows), guesses) if guesses else {}
         for request in guesses.keys() - drafts.keys():
-            self._rates[request] = self._rate_of(request) + _DRIFT * (self._rate - self._rate_of(request))
+            if request in self._of_each:
+                self._of_each[request] *= _KEPT_WITHOUT
         chunks = []
         for request, draft in drafts.items():
             end = self._lengthen(request, request.length + len(draft))
             if there := draft[: end - request.length]:
                 chunks.append(Chunk(request, request.length - 1, request.length + len(there), tuple(there)))
-        if not chunks:
-            return step
-        with_one = {chunk.unit for chunk in chunks}
-        return Step([request for request in step.rows if request not in with_one], chunks, copies=step.copies)
+        return self._with(step, chunks) if chunks else step
+
+    def _with(self, step: Step, drafts: list[Chunk]) -> Step:
+        with_one = {chunk.unit for chunk in drafts}
+        return Step([request for request in step.rows if request not in with_one], drafts, copies=step.copies)
+
+    def most_times(self, step: Step, most: int) -> int:
+        """How often the rows of a step may run before their tokens are seen, of the ``most`` that may be."""
+        return most
+
+    def before(self, step: Step) -> None:
+        """The tokens of a step without drafts are about to be seen."""
 
     def _guess(self, request: Request) -> list[int]:
         most = min(self._most(request), request.max_new_tokens - request.made - 1)
@@ -142,26 +158,34 @@ class Drafts:
         return _first_of(guesses, counts)
 
     def _rate_of(self, request: Request) -> float:
-        return self._rates.get(request, self._rate)
+        of_all = float(self._of_all[0] / self._of_all[1])
+        if request not in self._of_each:
+            return of_all
+        right, tried = self._of_each[request].tolist()
+        rate: float = (right + _OF_ALL * of_all) / (tried + _OF_ALL)
+        return rate
 
-    def ran(self, tokens: int, seconds: float) -> None:
-        """A step of decode rows, and of drafts beside them, has taken so long."""
-        self._times.note(tokens, seconds)
+    def ran(self, step: Step, began: float, launched: float, gained: int, steady: bool) -> None:
+        """A step's tokens have been seen.
 
-    def seen(self, chunk: Chunk, accepted: int) -> None:
-        """So many tokens of a chunk's draft were right."""
-        assert isinstance(chunk.unit, Request)
-        # Of guesses up to the first wrong one: what stands behind it tells nothing.
-        latest = accepted / min(len(chunk.draft), accepted + 1)
-        self._rates[chunk.unit] = self._rate_of(chunk.unit) + _LATEST * (latest - self._rate_of(chunk.unit))
-        self._rate += _LATEST / max(4, len(self._rates)) * (latest - self._rate)
+        began, launched: when the host began with it, and had launched it, by the clock of time.perf_counter.
+        gained: tokens of a step that runs once. steady: whether others take as long.
+        """
+        if steady and (step.is_drafted or not step.chunks):
+            self._times.note(step.tokens, time.perf_counter() - began)
+
+    def seen(self, request: Request, guessed: int, accepted: int) -> None:
+        """So many of the tokens that were guessed for a request were right."""
+        latest = np.array([accepted, min(guessed, accepted + 1)])  # what stands behind a wrong one tells nothing
+        self._of_each[request] = _KEPT * self._of_each.get(request, np.zeros(2)) + latest
+        self._of_all = _KEPT_OF_ALL * self._of_all + latest
 
     def too_large(self, step: Step) -> None:
         """It ran out of memory."""
         self._most_tokens = step.tokens // 2
 
     def finished(self, request: Request) -> None:
-        self._rates.pop(request, None)
+        self._of_each.pop(request, None)
         if self._most(request):
             self._earlier.take(request)
         self._unfinished[request.index] -= 1

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +19,9 @@ from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.requests_and_prefixes import FinishReason, Request
-from ..planning.step import Chunk, Step
+from ..planning.step import Step
 from ..sampling.stopping import Endings
+from .collect_drafted import collect_drafted
 from .device_errors import name_what_ran
 from .drafts import Drafts
 from .smaller_steps import SmallerSteps
@@ -53,12 +54,17 @@ class Launcher(Protocol):
     def replays(self) -> bool:
         """Whether the latest step went to the device as a CUDA graph."""
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the latest step took as long as others will: nothing was captured, or is about to be."""
+
 
 class AtOnce:
     """The host picks tokens, from logits that it waits for."""
 
     most_times = 1
     replays = False
+    is_steady = True
 
     def __init__(
         self,
@@ -123,6 +129,8 @@ class Flight:
     record: Stretch
     replayed: bool  # as a CUDA graph
     began: float  # by the clock of time.perf_counter
+    launched: float  # by the same clock
+    steady: bool = True  # whether other steps take as long: nothing was captured meanwhile
 
 
 class Engine:
@@ -185,9 +193,10 @@ class Engine:
                     switch("model")
                     tokens = flight.wait()
                     self.after_waiting()
-                    finished = self.collect(flight, tokens)
-                    if self.drafts is not None:
-                        accepted = self._accept(self.drafts, flight, finished)
+                    if self.drafts is None:
+                        finished = self.collect(flight, tokens)
+                    else:
+                        finished, accepted = collect_drafted(self, self.drafts, flight, tokens)
                     flights.popleft()
                     self.launcher.tokens_were_seen()
                     self.timekeeper.collected(flight.record)
@@ -218,12 +227,14 @@ class Engine:
             part = None if must_wait else self.smaller.next(self.launcher.put_back)
             if must_wait or part is not None:
                 return part
-        if must_wait and self.scheduler.must_know():
+        if must_wait and (self.scheduler.must_know() or (self.drafts is not None and self.drafts.must_know)):
             return None
         step = self.scheduler.next()
         if step is None:
             return None
         most = self.launcher.most_times
+        if self.drafts is not None:
+            most = self.drafts.most_times(step, most)
         if most > 1 and not step.chunks:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
         return self._next(must_wait) if self.smaller.cut(step) else step
@@ -253,6 +264,7 @@ class Engine:
         counts = [1] * len(sampling) if step.times == 1 else [step.times_of(request) for request in sampling]
         self.timekeeper.switch(self.timekeeper.launching)
         wait = self.launcher.launch(batch, sampling)
+        launched = time.perf_counter()
         self.timekeeper.switch("scheduling")
         for request, count in zip(sampling, counts, strict=True):
             request.expect(count)
@@ -265,7 +277,9 @@ class Engine:
         prompt_tokens = step.tokens - decode_tokens if step.chunks else 0
         self.model_tokens += prompt_tokens + decode_tokens
         record = self.timekeeper.launched(step.times, prompt_tokens, decode_tokens)
-        return Flight(step, sampling, counts, wait, record, self.launcher.replays, began)
+        return Flight(
+            step, sampling, counts, wait, record, self.launcher.replays, began, launched, self.launcher.is_steady
+        )
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """``times``, as ``repeat`` gave it. With a wrong number, rows would write to pages of others."""
@@ -312,45 +326,6 @@ class Engine:
             self.scheduler.finish(request)
         return finished
 
-    def _accept(self, drafts: Drafts, flight: Flight, finished: list[Request]) -> int:
-        """Go on with requests whose guesses are right, as if each had been a step. Gives how many tokens they get.
-
-        ``finished``: those that the step itself has ended; the others that end are added.
-        """
-        first: dict[Chunk, int] = {}  # the row of each draft's first token
-        rows = 0
-        for chunk in flight.step.chunks:
-            if chunk.draft:
-                first[chunk] = rows
-                rows += len(chunk.draft)
-        right = dict.fromkeys(first, 0)
-        going, place = list(first), 0
-        while going := [chunk for chunk in going if _is_right(chunk, place)]:
-            requests = [chunk.unit for chunk in going if isinstance(chunk.unit, Request)]
-            self.timekeeper.switch("tokens")
-            try:
-                tokens = drafts.pick([first[chunk] + place for chunk in going], requests)
-            except Exception as error:
-                if is_out_of_memory(error) and self.launcher.may_repeat(requests):
-                    break  # these tokens are run again
-                raise
-            for request in requests:
-                request.computed += 1
-                request.expect()
-            once_more = replace(flight, step=Step(requests), sampling=requests, counts=[1] * len(requests))
-            finished += self.collect(once_more, tokens)
-            drafts.accepted += len(going)
-            for chunk in going:
-                right[chunk] += 1
-            place += 1
-        for chunk, count in right.items():
-            drafts.seen(chunk, count)
-        for request in finished:
-            drafts.finished(request)
-        if first or not flight.step.chunks:
-            drafts.ran(flight.step.tokens, time.perf_counter() - flight.began)
-        return sum(right.values())
-
     def _out_of_time(self, late: list[Request]) -> list[Request]:
         """End requests whose time is over, with the tokens that they have. No launched step holds more of theirs."""
         for request in late:
@@ -359,15 +334,3 @@ class Engine:
             if self.drafts is not None:
                 self.drafts.finished(request)
         return late
-
-
-def _is_right(chunk: Chunk, place: int) -> bool:
-    """Whether the token at this place of a draft is the one that its request has got there, and its latest."""
-    request, drawn_at = chunk.unit, chunk.end - len(chunk.draft) + place
-    assert isinstance(request, Request)
-    return (
-        place < len(chunk.draft)
-        and not request.done
-        and request.length == drawn_at + 1
-        and request.generated[-1] == chunk.draft[place]
-    )

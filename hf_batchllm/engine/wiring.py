@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from .device_loop.seats import Seats
 from .device_loop.step_by_step import StepByStep
 from .device_loop.steps_as_graphs import StepsAsGraphs
 from .drafts import Drafts
+from .drafts_ahead import DraftsAhead
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
 from .smaller_steps import SmallerSteps
@@ -82,32 +83,46 @@ class Wiring:
         configs = [each.config for each in self.job.options]
         if not any(each.prompt_lookup_num_tokens for each in configs):
             return None
-        why_not = ""
-        if not isinstance(launcher, AtOnce):
-            why_not = "so far tokens are guessed on a CPU alone"
-        elif self.use.architecture.states:
-            why_not = "its layers carry a state from token to token, which would have moved on over wrong guesses"
-        elif self._ranks.size > 1:
-            why_not = "several processes run the model together"
-        elif self.requests and all(each.prompt_keys is not each.prompt_ids for each in self.requests):
-            why_not = "no tokens are guessed for prompts with images"
-        elif not lengthens(scheduler):
-            why_not = (
-                f"{scheduler_name(scheduler)} has no room for guesses: see `lengthen` in hf_batchllm.BaseScheduler"
-            )
-        if why_not or not isinstance(launcher, AtOnce):
+        looks_back = launcher.pick.looks_back if isinstance(launcher, RunAhead) else None
+        why_not = self._why_no_drafts(scheduler, launcher, looks_back)
+        if why_not or not isinstance(launcher, AtOnce | RunAhead):
             self._say_no_drafts(why_not)
             return None
 
         def most(request: Request) -> int:
+            if looks_back is not None and looks_back(request):
+                return 0
             return configs[request.index].prompt_lookup_num_tokens or 0
 
         def longest(request: Request) -> int:
             return configs[request.index].max_matching_ngram_size or _LOOKED_FOR
 
-        return Drafts(
-            most, longest, self.requests, scheduler.lengthen, launcher.pick_drafted, self.step_tokens, self.earlier
-        )
+        given = most, longest, self.requests, scheduler.lengthen
+        if isinstance(launcher, AtOnce):
+            return Drafts(*given, launcher.pick_drafted, self.step_tokens, self.earlier)
+        return DraftsAhead(*given, None, self.step_tokens, self.earlier)
+
+    def _why_no_drafts(
+        self, scheduler: BaseScheduler, launcher: Launcher, looks_back: Callable[[Request], bool] | None
+    ) -> str:
+        """``looks_back``: where the device picks tokens, whether it does so for a request."""
+        if self.use.architecture.states:
+            return "its layers carry a state from token to token, which would have moved on over wrong guesses"
+        if self._ranks.size > 1:
+            return "several processes run the model together"
+        if self.requests and all(each.prompt_keys is not each.prompt_ids for each in self.requests):
+            return "no tokens are guessed for prompts with images"
+        if not lengthens(scheduler):
+            return f"{scheduler_name(scheduler)} has no room for guesses: see `lengthen` in hf_batchllm.BaseScheduler"
+        if isinstance(launcher, AtOnce):
+            return ""
+        if looks_back is None:
+            return "on a GPU tokens are guessed where it picks them, and here the host does"
+        if self.outputs.tensors is not None:
+            return "on a GPU none are guessed where scores or logits of each step are asked for"
+        if self.requests and all(map(looks_back, self.requests)):
+            return "the GPU looks back at an answer's tokens for a penalty, or for n-grams that may not come again"
+        return ""
 
     def _say_no_drafts(self, why_not: str) -> None:
         """Where the call asks for them; what a checkpoint asks for is nobody's mistake."""

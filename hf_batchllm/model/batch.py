@@ -17,6 +17,7 @@ import torch
 from ..inputs.images.prompt_images import FIRST_KEY
 from ..planning.requests_and_prefixes import Prefix, Request, Unit, places_below
 from ..planning.step import Chunk, Step
+from .draft_rows import DraftRows
 from .state_batch import StateBatch
 
 
@@ -156,7 +157,7 @@ class AttentionBatch:
     span_begin: np.ndarray  # [spans]
     span_end: np.ndarray  # [spans]
     span_position: np.ndarray  # [spans]
-    rows: int  # how many of the spans, and of the tokens, are decode rows
+    rows: int  # how many of the tokens are decode rows; each is a span, unless a draft goes on from it
     page_size: int
     growth: np.ndarray | None = None  # [rows]  tokens that a row gains while the batch is run again; None: it runs once
     two_way: TwoWay | None = None  # only if some token sees further than to itself
@@ -206,6 +207,7 @@ class ModelBatch:
     states: StateBatch | None = None  # only if the model has layers that carry a state
     image_keys: np.ndarray | None = None  # [tokens]  as ``Prompt.keys``; only if the step has tokens of images
     drafted: int = 0  # tokens of drafts, whose logits come behind those that are sampled
+    draft_rows: DraftRows | None = None  # where drafts are rows
 
     def to(self, device: torch.device) -> ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
@@ -245,19 +247,23 @@ class BatchBuilder:
         self.built_prefixes = False  # whether there were prefixes in a batch; set back by the reader
 
     def build(self, step: Step) -> ModelBatch:
-        rows, count = len(step.rows), len(step.chunks)
+        drafts = DraftRows.of(step) if step.drafts else None
+        of_rows = step.rows if drafts is None else drafts.requests
+        rows, count = len(of_rows), len(step.chunks)
         # Short chunks first, otherwise in their order: neighbours in the plan stay neighbours.
         order = sorted(range(count), key=lambda index: self._is_long(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
-        places = places_below([*step.rows, *(chunk.unit for chunk in chunks)])
+        places = places_below([*of_rows, *(chunk.unit for chunk in chunks)])
         table = UnitTable.of(places)
-        row_ids, row_positions, row_made = self._rows(step.rows)
+        row_ids, row_positions, row_made = self._rows(step.rows) if drafts is None else drafts.numbers()
         chunk_begin = np.array([chunk.begin for chunk in chunks], dtype=np.int64)
         chunk_end = np.array([chunk.end for chunk in chunks], dtype=np.int64)
+        # The rows of a request with a draft are one span: its K and V are read once for all of them.
+        first = np.arange(rows) if drafts is None else np.flatnonzero(drafts.nth == 0)
         span_unit = np.array([places[unit] for unit in chain(step.rows, (chunk.unit for chunk in chunks))])
-        span_position = np.concatenate([row_positions, chunk_begin])
-        sizes = np.concatenate([np.ones(rows, dtype=np.int64), chunk_end - chunk_begin])
+        span_position = np.concatenate([row_positions[first], chunk_begin])
+        sizes = np.concatenate([np.diff(np.append(first, rows)), chunk_end - chunk_begin])
         span_end = np.cumsum(sizes)
         span_begin = span_end - sizes
         every_position = np.arange(int(sizes.sum())) + np.repeat(span_position - span_begin, sizes)
@@ -276,13 +282,13 @@ class BatchBuilder:
         of_asked = [np.arange(first, first + part.end - part.begin) for part, first in asked.items()]
         of_drafts = [last[index] + 1 + np.arange(drafted[index]) for index in np.flatnonzero(drafted)]
         logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_drafts, *of_asked])
-        sampling_chunks = step.sampling()[rows:]
+        sampling_chunks = step.sampling()[len(step.rows) :]
         made = np.concatenate([row_made, np.array([unit.made for unit in sampling_chunks], dtype=np.int64)])
-        row_seats = np.array([request.seat for request in step.rows], dtype=np.int64)
+        row_seats = np.array([request.seat for request in of_rows], dtype=np.int64)
         sample_seats = np.concatenate([row_seats, np.array([unit.seat for unit in sampling_chunks], dtype=np.int64)])
         burst = None
         if not chunks and self.most_times:
-            burst = self._burst(step, table, span_unit, row_positions, row_made)
+            burst = self._burst(of_rows, step.times, table, np.repeat(span_unit, sizes), row_positions, row_made)
         states = StateBatch.of(step, chunks, sizes) if self.carries_states else None
         if states is not None:
             self.states_handed_on += states.handed_on
@@ -291,7 +297,7 @@ class BatchBuilder:
         return ModelBatch(
             TokenBatch(
                 tensor(ids),
-                tensor(every_position if self.placeholder is None else _for_rope(every_position, step.rows, chunks)),
+                tensor(every_position if self.placeholder is None else _for_rope(every_position, of_rows, chunks)),
                 tensor(logits_rows),
                 tensor(row_seats),
                 tensor(sample_seats),
@@ -307,7 +313,7 @@ class BatchBuilder:
                 span_position,
                 rows,
                 self.page_size,
-                None if burst is None else np.minimum(burst.times, burst.left) - 1,
+                None if burst is None or drafts is not None else np.minimum(burst.times, burst.left) - 1,
                 None if self.two_way is None else self._seen(every_position, rows, chunks),
                 Copies.of(chunks, span_begin[rows:], table, places, self.page_size, tensor),
             ),
@@ -316,6 +322,7 @@ class BatchBuilder:
             states,
             image_keys,
             int(drafted.sum()),
+            drafts,
         )
 
     def _is_long(self, chunk: Chunk) -> bool:
@@ -349,7 +356,8 @@ class BatchBuilder:
 
     def _burst(
         self,
-        step: Step,
+        requests: Sequence[Request],  # [rows]
+        times: int,
         table: UnitTable,
         units: np.ndarray,  # [rows]  each row's in the table
         positions: np.ndarray,  # [rows]
@@ -361,8 +369,8 @@ class BatchBuilder:
         places = (table.page_begin[units] + first)[:, None] + np.arange(most_pages)  # [rows, pages]
         there = places < table.page_begin[units + 1][:, None]
         pages = np.where(there, table.page[np.where(there, places, 0)], -1)
-        most = np.array([request.max_new_tokens for request in step.rows], dtype=np.int64)
-        return Burst(step.times, most - made, starts + first * self.page_size, pages)
+        most = np.array([request.max_new_tokens for request in requests], dtype=np.int64)
+        return Burst(times, most - made, starts + first * self.page_size, pages)
 
     @staticmethod
     def _rows(rows: list[Request]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

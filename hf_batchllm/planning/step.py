@@ -40,23 +40,28 @@ class Step:
 
     Rows are in the order of the plan, so that all rows on a prefix are neighbours. Without chunks, the rows may run
     several times before the host sees their tokens: each run takes the token that the run before it gave.
+
+    ``drafts``: of rows that tokens are guessed for, the last known token and the guesses, where each of these tokens is
+    a row of its own. Elsewhere they are among ``chunks``, in place of their rows.
     """
 
     rows: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     times: int = 1  # how often the rows run; set by the engine. A row that may have no more tokens leaves earlier
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target) slots of states; made before it runs
+    drafts: list[Chunk] = field(default_factory=list)
     _sampling: list[Request] | None = None
 
     @property
     def tokens(self) -> int:
         """How many tokens one run of the model takes."""
-        return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks)
+        guessed = sum(len(chunk.draft) for chunk in self.drafts)
+        return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks) + guessed
 
     @property
     def is_drafted(self) -> bool:
         """Whether tokens that are guessed run in it. Then all of its chunks are decode rows with such tokens."""
-        return any(chunk.draft for chunk in self.chunks)
+        return bool(self.drafts) or any(chunk.draft for chunk in self.chunks)
 
     def times_of(self, request: Request) -> int:
         """How many tokens the step gives a request. Right only until the engine calls ``request.expect``."""

@@ -82,6 +82,11 @@ class SeatedSampler:
             self._tensors.note(self._rows[seats], made, logits, self.take_scores() if self._keeps_scores else None)
         return tokens
 
+    def looks_back(self, request: Request) -> bool:
+        """Whether the device keeps which tokens its answer has, or which of them came last."""
+        options = self._options[request.seat]
+        return penalised_by(options) or self._edits.get(options, LogitEdits()).reach() != 0
+
     def take_scores(self) -> torch.Tensor:  # [rows, vocabulary] float32
         """What the latest tokens were drawn from. Can be asked for once: they take much memory."""
         assert self._sampler is not None and self._sampler.scores is not None

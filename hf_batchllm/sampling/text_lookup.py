@@ -6,6 +6,7 @@ All answers to a prompt are looked up together, those of earlier calls too, so t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 # Of a single token what followed it would rarely be right, and more than so many tell no more.
 _USUAL, _MOST = (3, 2), 16
@@ -44,10 +45,11 @@ class TextLookup:
 
     def _index(self, which: int, text: Sequence[int], begin: int) -> None:
         """The runs that are followed by the tokens from ``begin`` on."""
-        for place in range(begin, len(text)):
-            for length in self.lengths:
-                if place >= length:
-                    self._places[tuple(text[place - length : place])] = which, place
+        for length in self.lengths:
+            first = max(begin, length)
+            part = text[first - length :]
+            runs = zip(*(part[offset:] for offset in range(length)), strict=False)
+            self._places.update(zip(runs, zip(repeat(which), range(first, len(text))), strict=False))
 
     def _from(self, which: int, place: int, sample: int, most: int) -> list[int]:
         """What stands there. Where an answer's own text comes to its end, it goes on as from that place."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from ...model.triton_attention import TritonBackend, WorkSeen
 from ...notices import Notices
 from ...sampling.device_logprobs import DeviceLogProbs
 from .decode_rows import Advance, DecodeRows, Pick, Produced
-from .graph_sizes import WORTHWHILE_STEPS, size_of, sizes_to_come
+from .graph_sizes import DRAFT_SIZES, WORTHWHILE_STEPS, size_of, sizes_to_come
 from .seats import Seats
 
 _CAPTURE = "graphs: capture"
@@ -33,7 +33,13 @@ _WARM_ROWS = 16  # rows of the run in which kernels are compiled
 # first, which would make the host wait.
 _PLENTY_OF_BYTES = 2 << 30
 _ANOTHER_RANK = "another rank that runs this model could not capture its part"
+_FEW_STEPS = 100  # to come: a graph of more rows than needed serves them all, rather than another capture
 _LARGER = 1.6  # a graph of up to so many times the rows serves them for longer than a few steps
+
+
+class _Kind(NamedTuple):
+    rows: int
+    drafts: bool = False  # whether tokens that are guessed are among them
 
 
 class DecodeGraphs:
@@ -63,7 +69,7 @@ class DecodeGraphs:
         self._advance = advance
         self.most_times = most_times
         self._notices = notices
-        self._graphs: dict[int, DecodeRows] = {}  # captured or not
+        self._graphs: dict[_Kind, DecodeRows] = {}  # captured or not
         self._met: dict[tuple[Any, ...], WorkSeen] = {}
         self._sizes: set[int] = set()  # of steps so far, where the host picks
         self._pool: Any = None
@@ -95,18 +101,19 @@ class DecodeGraphs:
         if batch.burst is None or not self.does_all:
             return None
         rows = batch.attention.rows
-        size = self._size_for(rows, steps_to_come)
-        held = self._graphs.get(size)
+        drafts = batch.draft_rows is not None
+        kind = _Kind((self._size_with_drafts if drafts else self._size_for)(rows, steps_to_come), drafts)
+        held = self._graphs.get(kind)
         checks_later = self._checks_later and held is not None and held.captured
         if not checks_later:
             self._drop_outdated()
-        graph = self._graphs.get(size) or self._make(size)
+        graph = self._graphs.get(kind) or self._make(kind)
         step = self._backend.work_of(batch.attention)
         try:
             graph.load(batch, step)
         except NoRoom:  # rows made for this burst have room for it
             self._forget(graph)
-            graph = self._make(size)
+            graph = self._make(kind)
             graph.load(batch, step)
         if batch.states is not None:
             self.storage.states.copy(batch.states.copies)
@@ -114,7 +121,7 @@ class DecodeGraphs:
         self.replays = graph.captured
         if not graph.captured:
             graph.run()
-            self._warm |= size % _WARM_ROWS == 0
+            self._warm |= kind.rows % _WARM_ROWS == 0
             times -= 1
             if not self._given_up and steps_to_come >= WORTHWHILE_STEPS:
                 self._capture(graph)
@@ -124,7 +131,7 @@ class DecodeGraphs:
         if checks_later and self._drop_outdated():
             return self.run(batch, steps_to_come)  # what has run was a model that is no more
         self.steps += times if graph.captured else 0
-        return graph.settle(rows)
+        return graph.settle(rows, keep=not drafts)
 
     def _size_for(self, rows: int, steps_to_come: int) -> int:
         """Where the host picks, the device waits while a graph is captured, so graphs of more rows serve these, too.
@@ -138,6 +145,13 @@ class DecodeGraphs:
         if steps_to_come < WORTHWHILE_STEPS or larger <= _LARGER * rows:
             size = larger
         self._sizes.add(size)
+        return size
+
+    def _size_with_drafts(self, rows: int, steps_to_come: int) -> int:
+        size = next(size for size in DRAFT_SIZES if size >= rows)
+        captured = {kind.rows for kind, graph in self._graphs.items() if kind.drafts and graph.captured}
+        if size not in captured and steps_to_come < _FEW_STEPS:
+            size = min((other for other in captured if other > size), default=size)
         return size
 
     @property
@@ -200,6 +214,11 @@ class DecodeGraphs:
         return self._backend.does_all
 
     @property
+    def captures(self) -> bool:
+        """Whether there are graphs, as far as is known."""
+        return not self._given_up
+
+    @property
     def prepares(self) -> bool:
         """Whether graphs may be captured before a step needs them."""
         return not (self._given_up or self.why_not_prepared)
@@ -215,7 +234,7 @@ class DecodeGraphs:
         if self._runner.model.training:  # in an extra run, dropout would draw noise: the tokens would depend on timing
             return
         self._drop_outdated()
-        there = {size for size, graph in self._graphs.items() if graph.captured}
+        there = {kind.rows for kind, graph in self._graphs.items() if graph.captured and not kind.drafts}
         sizes = sizes_to_come(left, may_stop)
         if not self._picked_on_device:
             sizes = sizes[:1]  # it serves fewer rows as well
@@ -228,12 +247,12 @@ class DecodeGraphs:
         try:
             # Ranks capture together, so each must know that all others come to it.
             if not self._failed_somewhere(lambda: self._make_ready(size, known, idle=not together)):
-                self._failed_somewhere(lambda: self._capture(self._graphs[size]))
+                self._failed_somewhere(lambda: self._capture(self._graphs[_Kind(size)]))
         finally:
             self._preparing = False
         self.seconds_beside += self.seconds - seconds
         if self.why_not_prepared:
-            self._graphs.pop(size, None)
+            self._graphs.pop(_Kind(size), None)
 
     def _failed_somewhere(self, prepare: Callable[[], None]) -> bool:
         """Whether it has, on any rank: then ``why_not_prepared`` says so."""
@@ -250,18 +269,18 @@ class DecodeGraphs:
     def _make_ready(self, size: int, known: dict[tuple[Any, ...], WorkSeen], idle: bool) -> None:
         if not self._warm:
             # A run of a few padding rows makes whatever is made on first use: a capture could not make it.
-            self._new(_WARM_ROWS).run_idle(known)
+            self._new(_Kind(_WARM_ROWS)).run_idle(known)
             self._warm = True
-        self._make(size).work.make_rooms(known, idle=idle)
+        self._make(_Kind(size)).work.make_rooms(known, idle=idle)
 
-    def _make(self, size: int) -> DecodeRows:
-        self._graphs[size] = self._new(size)
-        return self._graphs[size]
+    def _make(self, kind: _Kind) -> DecodeRows:
+        self._graphs[kind] = self._new(kind)
+        return self._graphs[kind]
 
-    def _new(self, size: int) -> DecodeRows:
+    def _new(self, kind: _Kind) -> DecodeRows:
         return DecodeRows(
-            size, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met,
-            self._noting,
+            kind.rows, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met,
+            self._noting, kind.drafts,
         )  # fmt: skip
 
     def _capture(self, graph: DecodeRows) -> None:
@@ -315,7 +334,7 @@ class DecodeGraphs:
         """Drop a graph, once all that was launched has ended."""
         if graph.captured and self._seats.last.device.type == "cuda":
             torch.cuda.current_stream(self._seats.last.device).synchronize()
-        self._graphs = {rows: other for rows, other in self._graphs.items() if other is not graph}
+        self._graphs = {kind: other for kind, other in self._graphs.items() if other is not graph}
         graph.drop_capture()
 
     def close(self, stream: torch.cuda.Stream | None) -> None:

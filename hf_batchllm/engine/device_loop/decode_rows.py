@@ -42,6 +42,8 @@ class RowsWork(WorkSource):
     for it (NoRoom), and the rows are made anew, with room and with the kernel.
 
     ``may_idle``: some rows may be idle at any time, so there is always room for it.
+    ``drafts``: some rows see what is written of rows before them, in the same step. Their number changes with each
+    step, so that there is room for every kind of work.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class RowsWork(WorkSource):
         device: torch.device,
         met: dict[tuple[Any, ...], WorkSeen],
         may_idle: bool,
+        drafts: bool = False,
     ) -> None:
         self._met = met
+        self._drafts = drafts
         self._may_idle = may_idle
         self.rows = len(state.token)
         self.slots = state.slot
@@ -110,7 +114,8 @@ class RowsWork(WorkSource):
         blocks = self.rows * (heads // kv_heads) // 64 + 1
         large = 4 * blocks + self.rows // 2 + 4 * at_once
         items = {16: 2 * self.rows + 6 * at_once, 64: large, 128: large}
-        sizes = {tile: 0 if work is None else _with_slack(len(work.items.get(tile, ()))) for tile in sorted(met.tiles)}
+        tiles = sorted(met.tiles | {16, 64} if self._drafts else met.tiles)
+        sizes = {tile: 0 if work is None else _with_slack(len(work.items.get(tile, ()))) for tile in tiles}
         with torch.inference_mode(False):  # filled for bursts that may run outside of it
             room = WorkLists.room(
                 rows=self.rows,
@@ -118,9 +123,10 @@ class RowsWork(WorkSource):
                 entries=max(self._entries, 0 if work is None else _with_slack(len(work.entries))),
                 parts=max(8 * self.rows + 8 * at_once, 0 if work is None else _with_slack(work.parts)),
                 device=self._device,
+                causal=self._drafts,
                 direct=not sinks,
             )
-        room.merges = met.merges
+        room.merges = met.merges or self._drafts
         return room
 
 
@@ -137,11 +143,13 @@ class DecodeRows:
     """Room for so many rows, and one run of the model over them. ``most_times``: how often they may run in a row.
 
     ``pick``, ``advance``: None where tokens are picked outside, from the logits of one run at a time.
+    ``drafts``: whether tokens that are guessed are among the rows.
     """
 
     def __init__(
         self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick | None,
         advance: Advance | None, met: dict[tuple[Any, ...], WorkSeen], noting: DeviceLogProbs | None = None,
+        drafts: bool = False,
     ) -> None:  # fmt: skip
         self.rows = rows
         self._seats = seats
@@ -176,7 +184,7 @@ class DecodeRows:
         self._noting = noting
         self._noted = None if noting is None else noting.room(rows, most_times)
         entries = backend.storage.num_pages + 8 * rows + 64
-        self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met, pick is None)
+        self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met, pick is None, drafts)
         self._context = backend.over(self.work)
         self._states = runner.over_states(self._idle_spans()) if runner.architecture.states else None
 
@@ -190,6 +198,7 @@ class DecodeRows:
         assert burst is not None
         self.work.load(step)
         rows, tokens, positions = batch.attention.rows, batch.tokens, batch.attention.positions
+        from_seats = self._seats.keep_tokens and batch.draft_rows is None
         no_request = len(self._seats.last) - 1
         given = [  # (destination, values, filler for padding rows)
             (self._seat, tokens.row_seats.numpy(), no_request),
@@ -201,14 +210,14 @@ class DecodeRows:
             (state.status, RUNNING, PADDING),
             (state.start, burst.start, 0),
             *((column, pages, -1) for column, pages in zip(state.pages.T, burst.pages.T, strict=True)),
-            *([] if self._seats.keep_tokens else [(state.token, tokens.input_ids.numpy(), 0)]),
+            *([] if from_seats else [(state.token, tokens.input_ids.numpy(), 0)]),
         ]
         numbers = np.empty((len(given), self.rows), dtype=np.int64)  # all in one copy to the device
         for line, (_, values, filler) in zip(numbers, given, strict=True):
             line[:rows], line[rows:] = values, filler
         for line, (destination, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
             destination.copy_(line)
-        if self._seats.keep_tokens:
+        if from_seats:
             state.token.copy_(self._seats.last[self._seat])
         if self._which is not None and self._seats.which is not None:
             self._which.copy_(self._seats.which[self._seat])
@@ -235,16 +244,17 @@ class DecodeRows:
         else:
             self._run()
 
-    def settle(self, rows: int) -> Produced:
-        """End the burst. Returns what came of its first rows."""
+    def settle(self, rows: int, keep: bool = True) -> Produced:
+        """End the burst. Returns what came of its first rows. ``keep``: whether their seats get the last tokens."""
         state, seats = self._state, self._seats
         if self._pick is None:
             logits, self._logits = self._logits, None
             assert logits is not None
             return Produced(state.produced[:rows], None, logits[:rows])
-        seats.last[self._seat] = state.token
-        if seats.any_eos:
-            seats.ended[self._seat] = state.status == STOPPED
+        if keep:
+            seats.last[self._seat] = state.token
+            if seats.any_eos:
+                seats.ended[self._seat] = state.status == STOPPED
         return Produced(state.produced[:rows], None if self._noted is None else self._noted.first(rows), None)
 
     def run_idle(self, known: Mapping[tuple[Any, ...], WorkSeen]) -> None:

@@ -18,6 +18,7 @@ _SIZES = (
     *_SMALL, 96, 128, 160, 176, 208, 240, 256, 288, 320, 384, 432, 512, 576, 640, 768, 864, 960,
     *range(1024, 2048, 128), 2048,
 )  # fmt: skip
+DRAFT_SIZES = (16, 64, 128, 256, 512)  # of steps with tokens that are guessed: their number changes with each step
 _STEP = 256  # between sizes beyond the last of these
 _SMALLEST_PREPARED = 16  # kernels are compiled once for all sizes that this divides
 _SIZES_AHEAD = 3  # how many are prepared at a time where answers may stop before their limit

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...model.batch import ModelBatch
+from ...model.draft_rows import DraftRows
 from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host
 from ...planning.requests_and_prefixes import Request
@@ -38,8 +39,14 @@ class RunAhead(GraphLauncher):
         super().__init__(runner, seats, graphs, device)
         self.pick = pick
         self.notes = notes
+        self._behind: set[Request] = set()  # their seats have an earlier token, since they ran with drafts
 
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
+        if batch.draft_rows is not None:
+            return self._run_drafts(batch, batch.draft_rows, sampling)
+        if self._behind and (behind := [request for request in sampling if request in self._behind]):
+            self.seats.put(behind)
+            self._behind.difference_update(behind)
         wait = self._run(batch, sampling)
         self.prepare_graphs(sampling)
         return wait
@@ -64,6 +71,34 @@ class RunAhead(GraphLauncher):
             self.notes.on_device.note(noted, logits, picked)
         return self._copied(sampling, picked[:, None], noted)
 
+    def _run_drafts(self, batch: ModelBatch, rows: DraftRows, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
+        """The host has seen all tokens so far. What comes back gives those that count, [samples, most]."""
+        self._behind.update(sampling)
+        produced = None
+        if self.graphs is not None and batch.burst is not None:
+            produced = self.graphs.run(batch, int(batch.burst.left.max()))
+        if produced is not None:
+            places = batch.tokens.made.numpy()[:, None] % produced.tokens.shape[1]
+            seen = self._seen(produced.tokens, produced.noted, places)
+        else:
+            tokens = (batch := batch.to(self.seats.last.device)).tokens
+            logits = self.runner.step(batch)
+            picked = self.pick(logits, tokens.sample_seats, tokens.made)
+            noted = None
+            if self.notes is not None:
+                noted = self.notes.on_device.room(len(picked))
+                self.notes.on_device.note(noted, logits, picked)
+            seen = self._seen(picked[:, None], noted, None)
+
+        def wait() -> np.ndarray:
+            drawn, of_notes = seen()
+            found = rows.that_count(drawn[:, 0])
+            if of_notes is not None and self.notes is not None:
+                self.notes.put(sampling, found, *(each[:, 0][rows.row] for each in of_notes))
+            return found
+
+        return wait
+
     def _copied(
         self,
         sampling: Sequence[Request],
@@ -71,27 +106,43 @@ class RunAhead(GraphLauncher):
         noted: NotedRows | None,
         places: np.ndarray | None = None,
     ) -> Callable[[], np.ndarray]:
-        """Start copies to the host. What comes back gives the tokens, and takes down what was noted beside them.
+        """Start copies to the host. What comes back gives the tokens, and takes down what was noted beside them."""
+        seen = self._seen(tokens, noted, places)
 
-        places: [requests, times], where a request's tokens and notes stand in its row; None: in their order.
+        def wait() -> np.ndarray:
+            found, of_notes = seen()
+            if of_notes is not None and self.notes is not None:
+                self.notes.put(sampling, found, *of_notes)
+            return found
+
+        return wait
+
+    @staticmethod
+    def _seen(
+        tokens: torch.Tensor, noted: NotedRows | None, places: np.ndarray | None
+    ) -> Callable[[], tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]]:
+        """Start copies to the host. What comes back gives them: the tokens, and the ids and values of notes.
+
+        places: [rows, times], where a row's tokens and notes stand in it; None: in their order.
         """
         copied = start_copy_to_host(tokens)
         copied_notes = None if noted is None else noted.copied()
 
-        def wait() -> np.ndarray:
+        def seen() -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
             found = copied() if places is None else np.take_along_axis(copied(), places, axis=1)
-            if copied_notes is not None and self.notes is not None:
-                ids, values = copied_notes()
-                if places is not None:
-                    ids, values = (np.take_along_axis(each, places[:, :, None], axis=1) for each in (ids, values))
-                self.notes.put(sampling, found, ids, values)
-            return found
+            if copied_notes is None:
+                return found, None
+            ids, values = copied_notes()
+            if places is not None:
+                ids, values = (np.take_along_axis(each, places[:, :, None], axis=1) for each in (ids, values))
+            return found, (ids, values)
 
-        return wait
+        return seen
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return True
 
     def _put_back(self, going: Sequence[Request]) -> None:
         self.seats.put(going)
+        self._behind.difference_update(going)
         self.pick.put_back(going)

@@ -106,6 +106,11 @@ class StepsAsGraphs:
         return self.graphs is not None and self.graphs.replays
 
     @property
+    def is_steady(self) -> bool:
+        """As ``Launcher`` has it."""
+        return self.graphs is None or self.graphs.replays or not self.graphs.captures
+
+    @property
     def summary(self) -> str:
         """A sentence for the report; empty where there are no graphs."""
         graphs = self.graphs

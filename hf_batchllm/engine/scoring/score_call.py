@@ -199,6 +199,7 @@ class ScoreLauncher:
 
     most_times = 1
     replays = False
+    is_steady = True
 
     def __init__(self, runner: ModelRunner, lookups: Lookups, timekeeper: Timekeeper) -> None:
         self._runner = runner

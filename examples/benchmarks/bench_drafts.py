@@ -1,0 +1,134 @@
+"""What drafts save: seconds for lists of prompts, without and with guessed tokens.
+
+    python examples/benchmarks/bench_drafts.py --config llama-8b
+
+The model has random weights, and what it says is never repeated. So guesses are made here: the first run gives the
+answers, and in the second one a guess is the answer itself, in which each token is right with the chance that the table
+names. Everything else is as it is for a real text: what is looked at, when tokens are guessed, what wrong ones cost.
+`invariant=True` is set in both runs, and the answers of both must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import torch
+from transformers import GenerationConfig
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.bench.models import load_model
+from hf_batchllm.sampling.text_lookup import TextLookup
+
+GUESSED = 10  # tokens at a time
+LOOKED_UP = TextLookup.guess
+
+
+@dataclass(frozen=True)
+class Texts:
+    """prompts: how many. length: tokens of each. new: of the answers, in the middle. tail: how far lengths spread."""
+
+    prompts: int
+    length: int
+    new: int
+    tail: float
+    most: int
+    right: float
+    samples: int = 1
+
+    def lengths(self, dice: random.Random) -> list[int]:
+        return [
+            max(8, min(self.most, round(dice.lognormvariate(0, self.tail) * self.new))) for _ in range(self.prompts)
+        ]
+
+
+LISTS = {
+    "chat-like with long tails": Texts(256, 150, 150, 1.0, 2000, 0.6),
+    "copies from documents": Texts(24, 1500, 400, 0.2, 800, 0.95),
+    "a second epoch of samples": Texts(64, 200, 300, 0.8, 2000, 0.85, samples=4),
+    "a full batch, no guess right": Texts(256, 128, 256, 0.0, 256, 0.0),
+}
+
+
+class Told:
+    """Guesses at answers that are known."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], answers: Any, right: float, vocabulary: int) -> None:
+        dice = random.Random(5)
+        self.known = {
+            (tuple(prompts[each.index]), each.sample): [
+                token if dice.random() < right else (token + 1) % vocabulary for token in each.token_ids
+            ]
+            for each in answers
+        }
+
+    def guess(self, lookup: TextLookup, sample: int, generated: Sequence[int], most: int) -> list[int]:
+        LOOKED_UP(lookup, sample, generated, most)  # which takes its time
+        key = tuple(lookup._prompt) if not hasattr(lookup, "key") else lookup.key
+        lookup.key = key  # type: ignore[attr-defined]
+        return self.known[key, sample][len(generated) : len(generated) + most]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="*", default=list(LISTS), help="some of the lists, by their first words")
+    parser.add_argument("--times", type=int, default=2, help="calls of which the fastest counts")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the lists' prompts, so many are taken")
+    asked = parser.parse_args(arguments)
+    on_a_cpu = asked.device == "cpu"
+    dtype = torch.float32 if on_a_cpu else torch.bfloat16
+    model = load_model(None, asked.config, torch.device(asked.device), dtype)
+    vocabulary = model.config.get_text_config().vocab_size
+    print(f"{asked.config}, {str(dtype).removeprefix('torch.')}, {asked.device}, up to {GUESSED} tokens at a time\n")
+    print(f"{'':32}{'right':>6}{'without':>10}{'with':>9}{'faster':>8}   {'steps':15}{'guessed, and right'}")
+    for name, texts in LISTS.items():
+        if not any(name.startswith(some) for some in asked.only):
+            continue
+        dice = random.Random(1)
+        lengths = texts.lengths(dice)[: max(1, round(asked.scale * texts.prompts))]
+        prompts = [[dice.randrange(1, vocabulary) for _ in range(texts.length)] for _ in lengths]
+
+        def configs(guessed: int | None, texts: Texts = texts, lengths: list[int] = lengths) -> list[GenerationConfig]:
+            return [
+                GenerationConfig(
+                    max_new_tokens=length, do_sample=True, num_return_sequences=texts.samples,
+                    prompt_lookup_num_tokens=guessed,
+                )
+                for length in lengths
+            ]  # fmt: skip
+
+        seconds: dict[int | None, float] = {}
+        results: dict[int | None, Any] = {}
+        for guessed in (None, GUESSED):
+            with BatchGenerator(model, invariant=True, keep_prefixes=0) as generator:
+                for _ in range(1 + asked.times):
+                    guess = LOOKED_UP
+                    if guessed:
+                        told = Told(prompts, results[None], texts.right, vocabulary)
+                        guess = told.guess.__get__(told)  # type: ignore[assignment]
+                    with mock.patch.object(TextLookup, "guess", lambda *given, guess=guess: guess(*given)):
+                        begun = time.perf_counter()
+                        results[guessed] = generator.generate(prompts, configs(guessed), seed=7, progress=False)
+                        taken = time.perf_counter() - begun
+                    seconds[guessed] = min(taken, seconds.get(guessed, float("inf")))
+        without, with_it = seconds[None], seconds[GUESSED]
+        same = all(one.token_ids == other.token_ids for one, other in zip(results[None], results[GUESSED], strict=True))
+        report, before = results[GUESSED].report, results[None].report
+        print(
+            f"{name:32}{texts.right:>6.0%}{without:>8.2f} s{with_it:>7.2f} s{without / with_it:>7.2f}x   "
+            f"{f'{before.steps:,} -> {report.steps:,}':15}{report.drafted_tokens:,}, {report.accepted_tokens:,}"
+            f"{'' if same else '   OTHER ANSWERS'}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Drafts on a GPU, where steps run ahead of the host.
+
+A guess goes on from tokens that the host has seen, so steps with drafts run one at a time, and the device waits for the
+host in between. That pays where many guesses are right. How many would be is known without trying: what a burst of
+steps gives is held against a guess that is made before it is seen. How long the device takes for so many rows, and the
+host between two steps, is measured all along; the way of running that gives more tokens a second goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ..planning.requests_and_prefixes import Request
+from ..planning.step import Chunk, Step
+from .device_loop.graph_sizes import DRAFT_SIZES, size_of
+from .drafts import Drafts
+from .step_seconds import StepSeconds
+
+_LOOKED_AT = 16  # rows of a burst whose tokens are held against guesses
+_BURSTS = 3  # that must have been measured before
+_LATEST = 0.3  # how much the latest gap counts
+_FIRST_GAP = 1e-3  # seconds of the host beside those in which it gets a step ready, before a gap has been measured
+_MARGIN = 1.1  # drafts begin where so many times as many tokens a second are expected
+_ENOUGH = 0.95  # and they end where less than that is expected: what is known of guesses is vague
+_TRIED = 16  # steps with drafts, after which they must be faster
+_KEPT = 0.94  # how much the steps before the latest count
+_PAUSE, _LONGEST_PAUSE = 8, 256  # bursts without drafts after some that were slower
+
+
+class DraftsAhead(Drafts):
+    """Each token of a draft is a row of its own, and the device draws the tokens of all rows."""
+
+    largest_step = DRAFT_SIZES[-1]
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.must_know = False  # the next step has drafts, if any pays
+        self._planned: Step | None = None
+        self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
+        self._device = StepSeconds()
+        self._bursts = 0  # measured since prompts ran
+        self._gap: float | None = None  # seconds in which the device waits for the host between two steps
+        self._ready = 0.0  # seconds in which the host gets a step ready
+        self._steps = 0  # since drafts began
+        self._tokens = self._seconds = 0.0  # of these steps, the latest of them above all
+        self._pause, self._waits = _PAUSE, 0
+        self._latest = 0.0  # when tokens were seen last
+
+    def most_times(self, step: Step, most: int) -> int:
+        self._planned = None
+        if not self.must_know:
+            return most
+        drafted = super().added(step)
+        if drafted is step:  # prompts have come in between, or no guess pays
+            self.must_know = False
+            return most
+        self._planned = drafted
+        return 1
+
+    def added(self, step: Step) -> Step:
+        planned, self._planned = self._planned, None
+        return planned if planned is not None and planned.rows is step.rows else step
+
+    def _with(self, step: Step, drafts: list[Chunk]) -> Step:
+        return Step(step.rows, copies=step.copies, drafts=drafts)
+
+    # -- what pays -----------------------------------------------------------------------------------------------
+
+    def _that_pay(self, rows: int, guesses: dict[Request, list[int]]) -> dict[Request, list[int]]:
+        likeliest, speed = self._best(rows, self._chances(guesses))
+        ahead = self._device.of(size_of(rows))
+        if ahead is not None and speed * ahead <= _ENOUGH * rows:
+            return {}
+        counts = np.bincount(likeliest, minlength=len(guesses)).tolist()
+        return {request: guesses[request][:count] for request, count in zip(guesses, counts, strict=True) if count}
+
+    def _chances(self, guesses: dict[Request, list[int]]) -> np.ndarray:  # [requests, most]
+        """That each token is right, and all before it; 0 where there is none."""
+        lengths = np.array([len(guess) for guess in guesses.values()])
+        rates = np.array([self._rate_of(request) for request in guesses])
+        places = np.arange(1, 1 + max(lengths, default=0))
+        return np.where(places <= lengths[:, None], rates[:, None] ** places, 0.0)
+
+    def _best(self, rows: int, chances: np.ndarray) -> tuple[np.ndarray, float]:
+        """Of which requests tokens are guessed, one by one, for the most tokens a second; and how many these are."""
+        room = self._most_tokens - rows
+        order = np.argsort(-chances, axis=None, kind="stable")[:room]
+        order = order[chances.ravel()[order] > 0]
+        if not len(order):
+            return order, 0.0
+        tokens = rows + np.cumsum(chances.ravel()[order])
+        step = np.searchsorted(DRAFT_SIZES, rows + 1 + np.arange(len(order)))
+        seconds = np.array([self._device.of(size) or 1.0 for size in DRAFT_SIZES])[step]
+        speeds = tokens / (seconds + (self._ready + _FIRST_GAP if self._gap is None else self._gap))
+        best = int(speeds.argmax())
+        return order[: best + 1] // chances.shape[1], float(speeds[best])
+
+    # -- what is measured ----------------------------------------------------------------------------------------
+
+    def before(self, step: Step) -> None:
+        self._foreseen.clear()
+        rows = step.rows
+        if self.must_know or step.chunks or not rows or 2 * len(rows) > self._most_tokens:
+            return
+        for request in rows[:: -(-len(rows) // _LOOKED_AT)]:
+            if not request.done:
+                self._foreseen[request] = len(request.generated), self._guess(request)
+
+    def ran(self, step: Step, began: float, launched: float, gained: int, steady: bool) -> None:
+        now = time.perf_counter()
+        before, self._latest = self._latest, now
+        guesses = self._learned()
+        if step.chunks:
+            self._bursts = 0
+        if step.chunks or not steady:
+            return
+        rows = len(step.rows)
+        if step.drafts:
+            size = next(size for size in DRAFT_SIZES if size >= step.tokens)
+            self._device.note(size, now - max(launched, before))
+            gap = max(launched - before, 0.0)
+            self._gap = gap if self._gap is None else self._gap + _LATEST * (gap - self._gap)
+            self._check(rows, gained, now - max(began, before))
+            return
+        self._bursts += 1
+        self._ready = launched - began
+        self._device.note(size_of(rows), (now - max(launched, before)) / step.times)
+        ahead = self._device.of(size_of(rows))
+        if self.must_know or self._bursts < _BURSTS or not guesses or ahead is None:
+            return
+        self._waits -= 1
+        if self._waits > 0:
+            return
+        chances = self._chances(guesses)  # of some rows, which stand for all
+        some = np.resize(chances, (rows, chances.shape[1]))
+        if self._best(rows, some)[1] * ahead > _MARGIN * rows:
+            self.must_know = True
+            self._steps, self._tokens, self._seconds = 0, 0.0, 0.0
+
+    def _check(self, rows: int, gained: int, seconds: float) -> None:
+        """A step with drafts gave so many tokens: enough, on the whole?"""
+        self._steps += 1
+        self._tokens = _KEPT * self._tokens + gained
+        self._seconds = _KEPT * self._seconds + seconds
+        ahead = self._device.of(size_of(rows)) or 0.0
+        if self._steps >= _TRIED and self._tokens * ahead < self._seconds * rows:
+            self.must_know = False
+            self._waits, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        elif self._steps >= 4 * _TRIED:
+            self._pause = _PAUSE
+
+    def _learned(self) -> dict[Request, list[int]]:
+        """What would have been guessed; how much of it is right counts as for a draft."""
+        guesses = {}
+        for request, (before, guess) in self._foreseen.items():
+            got = request.generated[before:]
+            some = min(len(got), len(guess))
+            if some:
+                right = next((at for at in range(some) if got[at] != guess[at]), some)
+                self.seen(request, some, right)
+            guesses[request] = guess
+        self._foreseen.clear()
+        return guesses

@@ -1,0 +1,256 @@
+"""Drafts in the loop of a GPU: each guessed token is a row of its own, and the device draws the tokens of all rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support_device_loop import device as device  # a fixture
+from support_device_loop import model_on
+from support_families import random_prompts
+from support_parity import pages_of_memory
+
+from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm.engine import drafts_ahead
+from hf_batchllm.engine.device_loop.graph_sizes import DRAFT_SIZES, size_of
+from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
+from hf_batchllm.engine.drafts_ahead import DraftsAhead
+from hf_batchllm.engine.step_seconds import StepSeconds
+from hf_batchllm.model.draft_rows import DraftRows
+from hf_batchllm.planning.requests_and_prefixes import Request
+from hf_batchllm.planning.step import Chunk, Step
+from hf_batchllm.sampling.text_lookup import TextLookup
+
+PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
+NEW_TOKENS = 40
+SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequences": 2}
+GPU_PAGES = {"page_size": 16}
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts begin after the first burst, and all guesses pay."""
+    monkeypatch.setattr(StepSeconds, "of", lambda *_: 1.0)
+    for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9)):
+        monkeypatch.setattr(drafts_ahead, name, value)
+    monkeypatch.setattr(StepsAsGraphs, "is_steady", True)
+
+
+def guess_from(answers: BatchResult, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    """Guesses are what an answer goes on with, but for some tokens."""
+    dice = random.Random(7)
+    known = {(tuple(PROMPTS[each.index]), each.sample): each.token_ids for each in answers}
+
+    def guess(self: TextLookup, sample: int, generated: Sequence[int], most: int) -> list[int]:
+        if dice.random() < 0.2:
+            return []
+        rest = known[tuple(self._prompt), sample][len(generated) :]
+        some = [*rest, *[dice.randrange(97) for _ in range(3)]][: dice.randint(1, most)]
+        return [dice.randrange(97) if dice.random() < wrong else token for token in some]
+
+    monkeypatch.setattr(TextLookup, "guess", guess)
+
+
+def told(result: BatchResult) -> list[Any]:
+    return [(each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs) for each in result]
+
+
+def both(
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    wrong: float = 0.2,
+    family: str = "llama",
+    **options: Any,
+) -> tuple[BatchResult, BatchResult]:
+    """Without drafts, and with drafts of which some are wrong."""
+    options = {"max_new_tokens": NEW_TOKENS, "progress": False, **options}
+    model = model_on(device, family)
+    with BatchGenerator(model, **GPU_PAGES | config) as generator:
+        plain = generator.generate(PROMPTS, **options)
+    with monkeypatch.context() as patch, BatchGenerator(model, **GPU_PAGES | config) as generator:
+        guess_from(plain, patch, wrong)
+        drafted = generator.generate(PROMPTS, prompt_lookup_num_tokens=5, **options)
+    return plain, drafted
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {}, {"share_prefixes": False}, {"cuda_graphs": False}, {"steps_per_sync": 1}, {"scheduler": "fifo"},
+    {"keep_prefixes": 4}, {"steps_per_sync": 6, "min_shared_tokens": 4},
+]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {}, SAMPLED, {"eos_token_id": list(range(0, 97, 13))}, {"logprobs": 2, "prompt_logprobs": 1},
+    SAMPLED | {"logprobs": 1, "eos_token_id": [3, 50, 60, 61]}, {"min_new_tokens": 6, "eos_token_id": [1, 2, 3, 4, 5]},
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_answers_are_the_same(
+    device: str, config: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, drafted = both(device, monkeypatch, config, **options)
+    near = [[each.token_ids for each in result] for result in (plain, drafted)]
+    assert near[0] == near[1]
+    assert [each.finish_reason for each in plain] == [each.finish_reason for each in drafted]
+    assert [len(each.logprobs or []) for each in plain] == [len(each.logprobs or []) for each in drafted]
+    ours, theirs = drafted.report, plain.report
+    assert ours is not None and theirs is not None
+    assert 0 < ours.accepted_tokens < ours.drafted_tokens
+    assert ours.new_tokens == theirs.new_tokens
+    assert ours.computed_tokens == theirs.computed_tokens
+    assert f"{ours.accepted_tokens:,} of them right" in str(ours)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "phi3"])
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_families(device: str, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, drafted = both(device, monkeypatch, {}, family=family, **options)
+    assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
+    assert drafted.report is not None and drafted.report.accepted_tokens > 0
+
+
+@pytest.mark.usefixtures("always")
+def test_in_little_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"kv_memory": pages_of_memory(model_on(device, "llama"), 24, 16)}
+    plain, drafted = both(device, monkeypatch, config, max_new_tokens=60)
+    assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
+    assert drafted.report is not None and drafted.report.accepted_tokens > 0
+
+
+@pytest.mark.usefixtures("always")
+def test_some_look_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those nothing is guessed: the device would put guesses down as tokens of theirs."""
+    from transformers import GenerationConfig
+
+    configs = [
+        GenerationConfig(max_new_tokens=NEW_TOKENS, repetition_penalty=1.3 if place % 2 else 1.0) for place in range(8)
+    ]
+    model = model_on(device, "llama")
+    with BatchGenerator(model, **GPU_PAGES) as generator:
+        plain = generator.generate(PROMPTS, configs, progress=False)
+    for config in configs:
+        config.prompt_lookup_num_tokens = 5
+    with BatchGenerator(model, **GPU_PAGES) as generator:
+        guess_from(plain, monkeypatch, 0.2)
+        drafted = generator.generate(PROMPTS, configs, progress=False)
+    assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
+    assert drafted.report is not None and drafted.report.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"repetition_penalty": 1.2}, "looks back at"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "scores"),
+    ],
+    ids=["penalty", "scores"],
+)
+def test_where_there_are_none_a_warning_says_so(device: str, options: dict[str, Any], why: str) -> None:
+    asked = {"max_new_tokens": 3, "prompt_lookup_num_tokens": 4, "progress": False, **options}
+    prompts: Any = [[1, 2, 1, 2]]
+    if "output_scores" in options:
+        prompts = torch.tensor(prompts, device=device)
+    with (
+        BatchGenerator(model_on(device, "llama"), **GPU_PAGES) as generator,
+        pytest.warns(UserWarning, match=f"no effect here.*{why}"),
+    ):
+        generator.generate(prompts, **asked)
+
+
+def test_which_tokens_count() -> None:
+    requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 20) for place in range(4)]
+    for place, request in enumerate(requests):
+        request.generated = [10 + place]
+    drafts = [Chunk(requests[0], 3, 6, (7, 8)), Chunk(requests[3], 3, 5, (9,))]
+    rows = DraftRows.of(Step(requests, drafts=drafts))
+    assert rows.ids.tolist() == [10, 7, 8, 11, 12, 13, 9]
+    assert rows.requests == [*[requests[0]] * 3, requests[1], requests[2], requests[3], requests[3]]
+    assert rows.numbers()[1].tolist() == [3, 4, 5, 3, 3, 3, 4]
+    drawn = np.array([7, 8, 20, 21, 22, 23, 24])
+    assert rows.that_count(drawn).tolist() == [[7, 8, 20], [21, -1, -1], [22, -1, -1], [23, -1, -1]]
+    drawn = np.array([7, 5, 20, 21, -1, 9, 24])
+    assert rows.that_count(drawn).tolist() == [[7, 5, -1], [21, -1, -1], [-1, -1, -1], [9, 24, -1]]
+    assert rows.that_count(np.array([6, 8, 20, 21, 22, 9, -1])).tolist()[0] == [6, -1, -1]
+
+
+# -- when they pay ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+
+def seconds_of(
+    right: float, rows: int, host: float, each: float, monkeypatch: pytest.MonkeyPatch, guesses: float = 1.0
+) -> float:
+    """How many times as long it takes, where guesses are right with this chance, a step takes 1 second and each of its
+    tokens so many beside, and the host so many between two steps that it waits for."""
+    with monkeypatch.context() as patch:
+        return _seconds_of(right, rows, host, each, Clock(patch), guesses)
+
+
+def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock, guesses: float) -> float:
+    dice, times, total = random.Random(3), 16, 600
+    requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 10**6) for place in range(rows)]
+    drafts = DraftsAhead(lambda _: 8, lambda _: 3, requests, lambda _, end: end, None, 10**6)
+    guess: Callable[[Any], list[int]] = lambda _: [1] * 8 if dice.random() < guesses else []  # noqa: E731
+    drafts._guess = guess  # type: ignore[method-assign]
+    for request in requests:
+        request.generated, request.computed = [1], 4
+
+    def token() -> int:
+        return 1 if dice.random() < right else 2
+
+    while sum(len(request.generated) for request in requests) < total * rows:
+        step, began = Step(requests), clock.now
+        waited = drafts.must_know
+        step.times = drafts.most_times(step, times)
+        step = drafts.added(step)
+        clock.now += host if waited else 0.0
+        launched = clock.now
+        size = next(size for size in DRAFT_SIZES if size >= step.tokens) if step.drafts else size_of(step.tokens)
+        clock.now += step.times * (1 + each * size)
+        gained = 0
+        if step.drafts:
+            for request in requests:
+                request.generated.append(token())
+            gained += rows
+            for chunk in step.drafts:
+                accepted = 0
+                assert isinstance(chunk.unit, Request)
+                while accepted < len(chunk.draft) and chunk.unit.generated[-1] == 1:
+                    chunk.unit.generated.append(token())
+                    accepted += 1
+                gained += accepted
+                drafts.seen(chunk.unit, len(chunk.draft), accepted)
+        else:
+            drafts.before(step)
+            for request in requests:
+                request.generated += [token() for _ in range(step.times)]
+        drafts.ran(step, began, launched, gained or rows, True)
+    made = sum(len(request.generated) for request in requests) / rows
+    return clock.now / (made * (1 + each * size_of(rows)))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40, 100])
+@pytest.mark.parametrize("host", [0.1, 0.5])
+def test_drafts_cost_little_where_guesses_are_wrong(rows: int, host: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = 1 / 320
+    assert seconds_of(0.0, rows, host, each, monkeypatch) < 1.02
+    assert seconds_of(0.2, rows, host, each, monkeypatch) < 1.06
+    assert seconds_of(0.4, rows, host, each, monkeypatch) < 1.06
+    assert seconds_of(0.95, rows, host, each, monkeypatch, guesses=0.1) < 1.1
+    assert seconds_of(0.95, rows, host, each, monkeypatch) < (0.4 if rows < 20 else 0.8)
+
+
+def test_a_full_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seconds_of(0.9, 300, 0.1, 1 / 320, monkeypatch) == pytest.approx(1.0, abs=0.01)  # the last burst is cut off
