@@ -15,11 +15,11 @@ from support_fuzz_cases import Ask, Case
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
-from hf_batchllm.engine import drafts_ahead
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
-from hf_batchllm.engine.drafts import Times
+from hf_batchllm.engine.drafts import drafts_ahead
+from hf_batchllm.engine.drafts.drafts import Times
+from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.engine.loop import Engine
-from hf_batchllm.engine.step_seconds import StepSeconds
 from hf_batchllm.errors import CacheMemoryError
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner

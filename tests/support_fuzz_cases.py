@@ -125,9 +125,8 @@ def as_invariant(config: dict[str, Any], device: str, device_loop: bool) -> dict
     config = {**config, "invariant": True}
     if device_loop or device != "cpu":  # there K and V are read in boxes of a page, whose size changes the bits
         config["page_size"] = 64 if device != "cpu" else 16
-    if device != "cpu":
-        if config.get("backend") == "torch":
-            del config["backend"]
+    if device != "cpu" and config.get("backend") == "torch":
+        del config["backend"]
     if device_loop or device != "cpu":
         config.pop("fuse", None)
     return config

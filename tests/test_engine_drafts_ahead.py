@@ -15,11 +15,11 @@ from support_families import random_prompts
 from support_parity import pages_of_memory
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.engine import drafts_ahead
 from hf_batchllm.engine.device_loop.graph_sizes import DRAFT_SIZES, size_of
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
-from hf_batchllm.engine.drafts_ahead import DraftsAhead
-from hf_batchllm.engine.step_seconds import StepSeconds
+from hf_batchllm.engine.drafts import drafts_ahead
+from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
+from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.model.draft_rows import DraftRows
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step

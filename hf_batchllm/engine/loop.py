@@ -21,9 +21,9 @@ from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
 from ..sampling.stopping import Endings
-from .collect_drafted import collect_drafted
 from .device_errors import name_what_ran
-from .drafts import Drafts
+from .drafts.collect_drafted import collect_drafted
+from .drafts.drafts import Drafts
 from .smaller_steps import SmallerSteps
 from .timekeeper import Stretch, Timekeeper
 

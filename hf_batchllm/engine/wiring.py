@@ -31,8 +31,8 @@ from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
 from .device_loop.step_by_step import StepByStep
 from .device_loop.steps_as_graphs import StepsAsGraphs
-from .drafts import Drafts
-from .drafts_ahead import DraftsAhead
+from .drafts.drafts import Drafts
+from .drafts.drafts_ahead import DraftsAhead
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
 from .smaller_steps import SmallerSteps

@@ -355,8 +355,8 @@ TABLE: dict[str, OptionRow] = {
         _honoured(
             "prompt_lookup_num_tokens",
             Where.LATE,
-            "Up to so many tokens are guessed at a time, where that pays: see [drafts.md](drafts.md). On a CPU; "
-            "elsewhere it has no effect so far, and a warning says so.",
+            "Up to so many tokens are guessed at a time, where that pays: see [drafts.md](drafts.md). Where there "
+            "can be no guesses, a warning says so.",
             takes=Takes.WHOLE,
         ),
         _honoured(

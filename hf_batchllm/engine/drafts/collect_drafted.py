@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..model.device_memory import is_out_of_memory
-from ..planning.requests_and_prefixes import Request
-from ..planning.step import Chunk, Step
+from ...model.device_memory import is_out_of_memory
+from ...planning.requests_and_prefixes import Request
+from ...planning.step import Chunk, Step
 from .drafts import Drafts
 
 if TYPE_CHECKING:
-    from .loop import Engine, Flight
+    from ..loop import Engine, Flight
 
 
 def collect_drafted(engine: Engine, drafts: Drafts, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..planning.requests_and_prefixes import Request
-from ..planning.step import Chunk, Step
-from ..sampling.earlier_answers import EarlierAnswers
-from ..sampling.text_lookup import TextLookup
+from ...planning.requests_and_prefixes import Request
+from ...planning.step import Chunk, Step
+from ...sampling.earlier_answers import EarlierAnswers
+from ...sampling.text_lookup import TextLookup
 
 _FIRST_RATE = 0.7  # of guesses that are right, before any has been seen
 _KEPT, _KEPT_OF_ALL = 0.9, 0.98  # how much drafts before the latest count: of one answer, and of all

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..planning.requests_and_prefixes import Request
-from ..planning.step import Chunk, Step
-from .device_loop.graph_sizes import DRAFT_SIZES, size_of
+from ...planning.requests_and_prefixes import Request
+from ...planning.step import Chunk, Step
+from ..device_loop.graph_sizes import DRAFT_SIZES, size_of
 from .drafts import Drafts
 from .step_seconds import StepSeconds
 
