@@ -64,10 +64,10 @@ def lied_to(name: str) -> Any:
         patch.setattr(DecodeGraphs, "_capture", DecodeGraphs._captured_by_all)
         own_rows = DecodeGraphs._make
 
-        def make(graphs: DecodeGraphs, size: int) -> DecodeRows:
+        def make(graphs: DecodeGraphs, kind: Any) -> DecodeRows:
             if RANK and graphs._preparing:
                 raise torch.OutOfMemoryError("no room for a graph")
-            return own_rows(graphs, size)
+            return own_rows(graphs, kind)
 
         patch.setattr(DecodeGraphs, "_make", make)
         with BatchGenerator(model, page_size=16) as gen:

@@ -66,9 +66,9 @@ def test_graphs_are_captured_while_the_device_is_at_work(
     monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: True)
     prepared, made = [], DecodeGraphs._make
 
-    def noted(self: DecodeGraphs, size: int) -> Any:
-        prepared.append((self.steps, size))
-        return made(self, size)
+    def noted(self: DecodeGraphs, kind: Any) -> Any:
+        prepared.append((self.steps, kind.rows))
+        return made(self, kind)
 
     model = model_on(device, family)
     shared = list(range(3, 30))

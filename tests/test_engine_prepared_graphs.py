@@ -37,9 +37,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: True)
     seen, make = [], DecodeGraphs._make
 
-    def noted(self: DecodeGraphs, size: int) -> DecodeRows:
-        seen.append(size)
-        return make(self, size)
+    def noted(self: DecodeGraphs, kind: Any) -> DecodeRows:
+        seen.append(kind.rows)
+        return make(self, kind)
 
     monkeypatch.setattr(DecodeGraphs, "_make", noted)
     return seen

@@ -14,6 +14,8 @@ from ..model.state_storage import COPIED_AT_ONCE
 from ..planning.call_plan import CallPlan
 from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs
+from .drafts.drafts import Drafts
+from .drafts.drafts_ahead import DraftsAhead
 from .job import Job
 from .kv_memory import KVMemory, Room
 from .memory_rehearsal import LargestStep, cannot_rehearse, largest_step, picking_bytes, stage
@@ -79,6 +81,10 @@ class CallMemory:
         step = largest_step(plan.prompts, plan.sharing, self.step_tokens, self._config, (wanted, most))
         if self._job.widths is not None:
             step = replace(step, samples=min(step.tokens, step.samples * max(self._job.widths)))
+        elif guessed := max((each.config.prompt_lookup_num_tokens or 0 for each in self._job.options), default=0):
+            largest = DraftsAhead.largest_step if use.device.type == "cuda" else Drafts.largest_step
+            rows = min(largest, step.samples * (1 + guessed))  # of which the logits are looked at
+            step = replace(step, samples=min(step.tokens, max(step.samples, rows)))
         step, picking, in_graphs = self._with_picking(step)
         picking += self._outputs.step_bytes(step.tokens, self._vocabulary)
         if use.architecture.states and self._job.widths is not None:

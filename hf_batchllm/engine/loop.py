@@ -7,7 +7,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +23,9 @@ from ..sampling.stopping import Endings
 from .device_errors import name_what_ran
 from .drafts.collect_drafted import collect_drafted
 from .drafts.drafts import Drafts
+from .flight import Flight
 from .smaller_steps import SmallerSteps
-from .timekeeper import Stretch, Timekeeper
+from .timekeeper import Timekeeper
 
 
 class Launcher(Protocol):
@@ -116,21 +116,6 @@ class AtOnce:
 
     def put_back(self, step: Step) -> None:
         self.runner.restore()
-
-
-@dataclass
-class Flight:
-    """A step that was launched and not collected yet."""
-
-    step: Step
-    sampling: list[Request]
-    counts: list[int]  # the most tokens that each of them may get
-    wait: Callable[[], np.ndarray]
-    record: Stretch
-    replayed: bool  # as a CUDA graph
-    began: float  # by the clock of time.perf_counter
-    launched: float  # by the same clock
-    steady: bool = True  # whether other steps take as long: nothing was captured meanwhile
 
 
 class Engine:
@@ -325,6 +310,10 @@ class Engine:
         for request in finished:
             self.scheduler.finish(request)
         return finished
+
+    def may_repeat(self, requests: Sequence[Request]) -> bool:
+        """Whether their tokens may be picked once more, after a pick that failed."""
+        return self.launcher.may_repeat(requests)
 
     def _out_of_time(self, late: list[Request]) -> list[Request]:
         """End requests whose time is over, with the tokens that they have. No launched step holds more of theirs."""

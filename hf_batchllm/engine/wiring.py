@@ -89,10 +89,10 @@ class Wiring:
             self._say_no_drafts(why_not)
             return None
 
+        without = {request for request in self.requests if looks_back is not None and looks_back(request)}
+
         def most(request: Request) -> int:
-            if looks_back is not None and looks_back(request):
-                return 0
-            return configs[request.index].prompt_lookup_num_tokens or 0
+            return 0 if request in without else configs[request.index].prompt_lookup_num_tokens or 0
 
         def longest(request: Request) -> int:
             return configs[request.index].max_matching_ngram_size or _LOOKED_FOR

@@ -33,7 +33,9 @@ class TextLookup:
 
     def guess(self, sample: int, generated: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that may follow an answer; ``generated``: its tokens so far."""
-        text = self._texts.setdefault(sample, self._before.copy())
+        text = self._texts.get(sample)
+        if text is None:
+            text = self._texts[sample] = self._before.copy()
         known = len(text)
         text += generated[known - len(self._before) :]
         self._index(sample, text, max(known, len(self._before)))

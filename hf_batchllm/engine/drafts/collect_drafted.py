@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from ...model.device_memory import is_out_of_memory
 from ...planning.requests_and_prefixes import Request
 from ...planning.step import Chunk, Step
+from ..flight import Flight
+from ..timekeeper import Timekeeper
 from .drafts import Drafts
 
-if TYPE_CHECKING:
-    from ..loop import Engine, Flight
+
+class Loop(Protocol):
+    """What the engine's loop is here."""
+
+    idle_tokens: int
+    timekeeper: Timekeeper
+
+    def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
+        """Give each request its tokens. Gives those that end with them."""
+
+    def may_repeat(self, requests: Sequence[Request]) -> bool:
+        """Whether their tokens may be picked once more, after a pick that failed."""
 
 
-def collect_drafted(engine: Engine, drafts: Drafts, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
+def collect_drafted(engine: Loop, drafts: Drafts, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
     """Give each request its tokens. Gives those that end, and how many tokens came of guesses."""
     if flight.step.drafts:
         finished, accepted = _of_rows(engine, drafts, flight, tokens)
@@ -30,7 +43,7 @@ def collect_drafted(engine: Engine, drafts: Drafts, flight: Flight, tokens: np.n
     return finished, accepted
 
 
-def _of_rows(engine: Engine, drafts: Drafts, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
+def _of_rows(engine: Loop, drafts: Drafts, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
     """``tokens`` [samples, most]: the device has drawn one in each row, and those that count are not negative."""
     sampling = flight.sampling
     counts = np.maximum((tokens >= 0).sum(axis=1), 1).tolist()
@@ -52,7 +65,7 @@ def _of_rows(engine: Engine, drafts: Drafts, flight: Flight, tokens: np.ndarray)
     return finished, accepted
 
 
-def _picked_one_by_one(engine: Engine, drafts: Drafts, flight: Flight, finished: list[Request]) -> int:
+def _picked_one_by_one(engine: Loop, drafts: Drafts, flight: Flight, finished: list[Request]) -> int:
     """Go on with requests whose guesses are right, as if each had been a step. Gives how many tokens they get.
 
     ``finished``: those that the step itself has ended; the others that end are added.
@@ -74,7 +87,7 @@ def _picked_one_by_one(engine: Engine, drafts: Drafts, flight: Flight, finished:
         try:
             tokens = drafts.pick([first[chunk] + place for chunk in going], requests)
         except Exception as error:
-            if is_out_of_memory(error) and engine.launcher.may_repeat(requests):
+            if is_out_of_memory(error) and engine.may_repeat(requests):
                 break  # these tokens are run again
             raise
         for request in requests:
