@@ -161,7 +161,7 @@ class Calls:
         if self.case.kind == "beams" or self._dice.random() < 0.6:
             return {}
         return {
-            "prompt_lookup_num_tokens": self._dice.randint(1, 9),
+            "prompt_lookup_num_tokens": self._dice.choice((*range(1, 10), 16, 25)),
             "max_matching_ngram_size": self._dice.randint(1, 3),
         }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support_device_loop import device as device  # a fixture
-from support_device_loop import model_on
+from support_device_loop import model_on, run_over_twins
 from support_families import random_prompts
 from support_parity import pages_of_memory
 
@@ -20,7 +20,10 @@ from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
 from hf_batchllm.engine.drafts.step_seconds import StepSeconds
+from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.draft_rows import DraftRows
+from hf_batchllm.model.torch_attention import TorchBackend
+from hf_batchllm.model.triton_attention import TritonBackend
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
 from hf_batchllm.sampling.text_lookup import TextLookup
@@ -65,6 +68,7 @@ def both(
     config: dict[str, Any],
     wrong: float = 0.2,
     family: str = "llama",
+    guessed: int = 5,
     **options: Any,
 ) -> tuple[BatchResult, BatchResult]:
     """Without drafts, and with drafts of which some are wrong."""
@@ -74,8 +78,13 @@ def both(
         plain = generator.generate(PROMPTS, **options)
     with monkeypatch.context() as patch, BatchGenerator(model, **GPU_PAGES | config) as generator:
         guess_from(plain, patch, wrong)
-        drafted = generator.generate(PROMPTS, prompt_lookup_num_tokens=5, **options)
+        drafted = generator.generate(PROMPTS, prompt_lookup_num_tokens=guessed, **options)
     return plain, drafted
+
+
+def assert_same(plain: BatchResult, drafted: BatchResult) -> None:
+    assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
+    assert drafted.report is not None and drafted.report.accepted_tokens > 0
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -111,17 +120,62 @@ def test_answers_are_the_same(
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "phi3"])
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_families(device: str, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, drafted = both(device, monkeypatch, {}, family=family, **options)
+    assert_same(*both(device, monkeypatch, {}, family=family, **options))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("guessed", [15, 16, 17, 30])
+def test_long_drafts(device: str, guessed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay decode rows, where a part of a prompt as long would not be."""
+    plain, drafted = both(device, monkeypatch, {}, 0.0, guessed=guessed)
+    assert_same(plain, drafted)
+    assert drafted.report is not None and drafted.report.steps < 0.7 * (plain.report.steps if plain.report else 0)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_over_plain_pytorch(refused: bool, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend on a GPU without kernels, and layers that kernels refuse: there each row is by itself."""
+    run_over_twins(monkeypatch)
+    if refused:
+        monkeypatch.setattr(TritonBackend, "refusal", lambda self, _: self._refusals.setdefault(0, "no such shape"))
+    else:
+        monkeypatch.setattr(
+            "hf_batchllm.model.model_in_use.make_backend",
+            lambda config, device, storage, _: TorchBackend(storage, device),
+        )
+        monkeypatch.setattr("hf_batchllm.engine.wiring.graphs_for", lambda *_: None)
+    assert_same(*both("cpu", monkeypatch, {}, family=family))
+
+
+@pytest.mark.usefixtures("always")
+def test_where_memory_is_short_steps_run_ahead_as_ever(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No draft runs until steps may be of any size again, and none of them waits for one."""
+    model = model_on(device, "llama")
+    options: dict[str, Any] = {"max_new_tokens": 300, "progress": False}
+    launched: list[Step] = []
+    own = Engine._launch
+
+    def launch(self: Engine, step: Step) -> Any:
+        launched.append(step)
+        if len(launched) == 1:
+            raise torch.OutOfMemoryError("no memory for this one")
+        return own(self, step)
+
+    with BatchGenerator(model, steps_per_sync=32, **GPU_PAGES) as generator:
+        plain = generator.generate(PROMPTS, **options)
+        guess_from(plain, monkeypatch, 0.2)
+        monkeypatch.setattr(Engine, "_launch", launch)
+        drafted = generator.generate(PROMPTS, prompt_lookup_num_tokens=5, **options)
     assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
-    assert drafted.report is not None and drafted.report.accepted_tokens > 0
+    assert sum(step.times == 1 and not step.drafts and not step.chunks for step in launched) < 20
 
 
 @pytest.mark.usefixtures("always")
 def test_in_little_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"kv_memory": pages_of_memory(model_on(device, "llama"), 24, 16)}
-    plain, drafted = both(device, monkeypatch, config, max_new_tokens=60)
-    assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
-    assert drafted.report is not None and drafted.report.accepted_tokens > 0
+    assert_same(*both(device, monkeypatch, config, max_new_tokens=60))
 
 
 @pytest.mark.usefixtures("always")
@@ -250,6 +304,40 @@ def test_drafts_cost_little_where_guesses_are_wrong(rows: int, host: float, monk
     assert seconds_of(0.4, rows, host, each, monkeypatch) < 1.06
     assert seconds_of(0.95, rows, host, each, monkeypatch, guesses=0.1) < 1.1
     assert seconds_of(0.95, rows, host, each, monkeypatch) < (0.4 if rows < 20 else 0.8)
+
+
+def test_a_pause_of_the_callers_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream hands a result out between two steps."""
+    with monkeypatch.context() as patch:
+        clock, own, drafted = Clock(patch), DraftsAhead.most_times, []
+
+        def most_times(self: DraftsAhead, step: Step, most: int) -> int:
+            times = own(self, step, most)
+            if self._planned is not None:
+                drafted.append(step)
+                clock.now += 50 if len(drafted) == 10 else 0
+            return times
+
+        patch.setattr(DraftsAhead, "most_times", most_times)
+        assert _seconds_of(0.95, 8, 0.1, 1 / 320, clock, 1.0) < 0.5
+    assert len(drafted) > 50
+
+
+def test_how_long_steps_take() -> None:
+    seconds = StepSeconds()
+    assert seconds.of(8) is None
+    seconds.note(64, 1.0)
+    assert seconds.of(64) == 1.0
+    twice, half = seconds.of(64 + 320), seconds.of(1)
+    assert twice == pytest.approx(2.0) and half is not None and 0.7 < half < 1
+    seconds.note(256, 2.0)
+    assert seconds.of(160) == pytest.approx(1.5) and seconds.of(448) == pytest.approx(3.0)
+    for _ in range(20):
+        seconds.note(256, 1.5)
+    assert seconds.of(256) == pytest.approx(1.5, abs=0.01)
+    seconds.note(16, 0.2)  # then the others were far too slow
+    largest = seconds.of(256)
+    assert largest is not None and largest <= 0.2 * 4.01 and seconds.of(16) == 0.2
 
 
 def test_a_full_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
     key = (
         (config.fuse, config.page_size, config.backend, device, torch.get_num_threads(), use.fused_summary),
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        (torch.are_deterministic_algorithms_enabled(), str(torch.backends.cuda.preferred_blas_library())),
         tuple((each.shape, each.dtype) for each in use.model.parameters()),
     )
     done = _tried.setdefault(use.model, set())

@@ -212,14 +212,15 @@ class Engine:
             part = None if must_wait else self.smaller.next(self.launcher.put_back)
             if must_wait or part is not None:
                 return part
-        if must_wait and (self.scheduler.must_know() or (self.drafts is not None and self.drafts.must_know)):
+        drafts = self.drafts if self.smaller.most is None else None  # where memory is short, none
+        if must_wait and (self.scheduler.must_know() or (drafts is not None and drafts.must_know)):
             return None
         step = self.scheduler.next()
         if step is None:
             return None
         most = self.launcher.most_times
-        if self.drafts is not None:
-            most = self.drafts.most_times(step, most)
+        if drafts is not None:
+            most = drafts.most_times(step, most)
         if most > 1 and not step.chunks:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
         return self._next(must_wait) if self.smaller.cut(step) else step

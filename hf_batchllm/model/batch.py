@@ -177,6 +177,20 @@ class AttentionBatch:
         further: np.ndarray = np.maximum.reduceat(self.two_way.sees_to - self.positions, self.span_begin) > 1
         return further
 
+    def row_by_row(self) -> AttentionBatch:
+        """The same with each decode row as a span of its own, also those of a draft."""
+        decode = int(np.searchsorted(self.span_begin, self.rows))  # spans
+        if decode == self.rows:
+            return self
+        sizes = (self.span_end - self.span_begin)[:decode]
+        each = np.arange(self.rows)
+        of_rows = np.repeat(self.span_unit[:decode], sizes), each, each + 1, self.positions[: self.rows]
+        columns = self.span_unit, self.span_begin, self.span_end, self.span_position
+        unit, begin, end, position = (
+            np.concatenate([one, other[decode:]]) for one, other in zip(of_rows, columns, strict=True)
+        )
+        return replace(self, span_unit=unit, span_begin=begin, span_end=end, span_position=position)
+
     @cached_property
     def spans(self) -> list[Span]:
         """As objects, for what looks at them one by one."""

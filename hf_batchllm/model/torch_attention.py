@@ -82,7 +82,7 @@ class Scratch:
 
 class CascadePlan:
     def __init__(self, batch: AttentionBatch, device: torch.device, scratch: Scratch | None = None) -> None:
-        self.batch = batch
+        self.batch = batch.row_by_row()
         self.device = device
         self._scratch = scratch or Scratch()
         self._parts: dict[int | None, tuple[list[RowsPart], list[ChunkPart], list[SharedPart]]] = {}

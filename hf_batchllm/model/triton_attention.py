@@ -217,7 +217,8 @@ class StepWork(WorkSource):
         self.multiprocessors = multiprocessors
         self._unit, self._begin = batch.span_unit, batch.span_begin
         self._end, self._position = batch.span_end, batch.span_position
-        long = (self._end - self._begin > self.short_chunk) | batch.has_two_way
+        of_prompts = self._begin >= batch.rows  # rows of a draft are decode rows, however many
+        long = ((self._end - self._begin > self.short_chunk) & of_prompts) | batch.has_two_way
         self._short = int(long.argmax()) if long.any() else len(long)  # spans before the first long chunk
         self.rows = int(self._end[self._short - 1]) if self._short else 0  # tokens of these spans
         self.has_chunks = self._short < len(long)

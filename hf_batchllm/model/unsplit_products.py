@@ -81,6 +81,7 @@ class _Settings:
 _lock = threading.RLock()
 _in_force: dict[object, None] = {}  # the blocks that run
 _owners: _Settings | None = None  # those before the first of them
+_has_multiplied = False
 
 
 class UnsplitProducts:
@@ -112,6 +113,7 @@ def _begin(block: object) -> None:
     global _owners
     with _lock:
         if _owners is None:
+            _first_product()
             _owners = _Settings.now()
         _make_room_on_stream()
         _in_force[block] = None
@@ -120,6 +122,15 @@ def _begin(block: object) -> None:
             setattr(torch.backends.cuda.matmul, name, False)
         assert _owners is not None
         torch.nn.functional.linear = narrow_linear(_owners.linear, _narrow_product)
+
+
+def _first_product() -> None:
+    """With the first product of a process PyTorch reads once and for all whether its deterministic mode may be used."""
+    global _has_multiplied
+    if not _has_multiplied and torch.cuda.is_available():
+        one = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+        one @ one
+        _has_multiplied = True
 
 
 def _take_room() -> None:

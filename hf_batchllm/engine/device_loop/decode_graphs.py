@@ -92,6 +92,8 @@ class DecodeGraphs:
         self.captured = 0
         self.steps = 0  # that graphs have run
         self.replays = False  # whether the latest step is a captured graph
+        self.is_steady = True  # whether it was neither captured nor will be
+        self._uncaptured: set[_Kind] = set()  # memory does not suffice for a graph with drafts, and others go on
 
     def run(self, batch: ModelBatch, steps_to_come: int) -> Produced | None:
         """Run a burst. Returns what comes of it, or None if the kernels cannot do every layer.
@@ -119,11 +121,12 @@ class DecodeGraphs:
             self.storage.states.copy(batch.states.copies)
         times = batch.burst.times
         self.replays = graph.captured
+        self.is_steady = graph.captured or self._given_up or kind in self._uncaptured
         if not graph.captured:
             graph.run()
             self._warm |= kind.rows % _WARM_ROWS == 0
             times -= 1
-            if not self._given_up and steps_to_come >= WORTHWHILE_STEPS:
+            if not self.is_steady and steps_to_come >= WORTHWHILE_STEPS:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
@@ -214,11 +217,6 @@ class DecodeGraphs:
         return self._backend.does_all
 
     @property
-    def captures(self) -> bool:
-        """Whether there are graphs, as far as is known."""
-        return not self._given_up
-
-    @property
     def prepares(self) -> bool:
         """Whether graphs may be captured before a step needs them."""
         return not (self._given_up or self.why_not_prepared)
@@ -307,6 +305,8 @@ class DecodeGraphs:
                 raise
             if self._preparing:  # it may work when a step needs it, after a run of these very rows
                 self.why_not_prepared = f"{type(error).__name__}: {error}"
+            elif isinstance(error, torch.OutOfMemoryError) and graph.drafts:
+                self._uncaptured.add(_Kind(graph.rows, drafts=True))
             elif isinstance(error, torch.OutOfMemoryError):
                 self._give_up("too little memory is left to capture them: set a smaller `kv_memory`")
             else:

@@ -152,6 +152,7 @@ class DecodeRows:
         drafts: bool = False,
     ) -> None:  # fmt: skip
         self.rows = rows
+        self.drafts = drafts
         self._seats = seats
         self._runner = runner
         self._pick = pick
@@ -196,6 +197,7 @@ class DecodeRows:
         """Fill in the next burst. NoRoom if its work lists do not fit."""
         burst, state = batch.burst, self._state
         assert burst is not None
+        assert step.rows == batch.attention.rows, "rows without a place in the lists would see nothing"
         self.work.load(step)
         rows, tokens, positions = batch.attention.rows, batch.tokens, batch.attention.positions
         from_seats = self._seats.keep_tokens and batch.draft_rows is None

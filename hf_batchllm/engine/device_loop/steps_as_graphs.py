@@ -57,7 +57,7 @@ class StepsAsGraphs:
         if self._stream is not None:
             self._outside = torch.cuda.current_stream()
         if self.graphs is not None:
-            self.graphs.replays = False
+            self.graphs.replays, self.graphs.is_steady = False, True
         with torch.cuda.stream(self._stream), self.runner.surroundings():  # which are those of the stream
             yield
         self._outside = None
@@ -108,7 +108,7 @@ class StepsAsGraphs:
     @property
     def is_steady(self) -> bool:
         """As ``Launcher`` has it."""
-        return self.graphs is None or self.graphs.replays or not self.graphs.captures
+        return self.graphs is None or self.graphs.is_steady
 
     @property
     def summary(self) -> str:

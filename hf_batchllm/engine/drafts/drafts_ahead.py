@@ -22,6 +22,8 @@ from .step_seconds import StepSeconds
 _LOOKED_AT = 16  # rows of a burst whose tokens are held against guesses
 _BURSTS = 3  # that must have been measured before
 _LATEST = 0.3  # how much the latest gap counts
+_LONGEST_GAP = 3.0  # times the known one: the caller may have had control meanwhile
+_FORGOTTEN = 0.03  # how much nearer to the first guess a burst brings what is known of gaps
 _FIRST_GAP = 1e-3  # seconds of the host beside those in which it gets a step ready, before a gap has been measured
 _MARGIN = 1.1  # drafts begin where so many times as many tokens a second are expected
 _ENOUGH = 0.95  # and they end where less than that is expected: what is known of guesses is vague
@@ -41,9 +43,10 @@ class DraftsAhead(Drafts):
         self._planned: Step | None = None
         self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
         self._device = StepSeconds()
+        self._looked = 0  # how often
         self._bursts = 0  # measured since prompts ran
         self._gap: float | None = None  # seconds in which the device waits for the host between two steps
-        self._ready = 0.0  # seconds in which the host gets a step ready
+        self._ready: float | None = None  # seconds in which the host gets a burst ready
         self._steps = 0  # since drafts began
         self._tokens = self._seconds = 0.0  # of these steps, the latest of them above all
         self._pause, self._waits = _PAUSE, 0
@@ -94,9 +97,15 @@ class DraftsAhead(Drafts):
         tokens = rows + np.cumsum(chances.ravel()[order])
         step = np.searchsorted(DRAFT_SIZES, rows + 1 + np.arange(len(order)))
         seconds = np.array([self._device.of(size) or 1.0 for size in DRAFT_SIZES])[step]
-        speeds = tokens / (seconds + (self._ready + _FIRST_GAP if self._gap is None else self._gap))
+        speeds = tokens / (seconds + self._expected_gap())
         best = int(speeds.argmax())
         return order[: best + 1] // chances.shape[1], float(speeds[best])
+
+    def _expected_gap(self) -> float:
+        return self._first_gap() if self._gap is None else self._gap
+
+    def _first_gap(self) -> float:
+        return (self._ready or 0.0) + _FIRST_GAP
 
     # -- what is measured ----------------------------------------------------------------------------------------
 
@@ -105,7 +114,9 @@ class DraftsAhead(Drafts):
         rows = step.rows
         if self.must_know or step.chunks or not rows or 2 * len(rows) > self._most_tokens:
             return
-        for request in rows[:: -(-len(rows) // _LOOKED_AT)]:
+        apart = -(-len(rows) // _LOOKED_AT)
+        self._looked += 1
+        for request in rows[self._looked % apart :: apart]:  # others each time
             if not request.done:
                 self._foreseen[request] = len(request.generated), self._guess(request)
 
@@ -121,12 +132,16 @@ class DraftsAhead(Drafts):
         if step.drafts:
             size = next(size for size in DRAFT_SIZES if size >= step.tokens)
             self._device.note(size, now - max(launched, before))
-            gap = max(launched - before, 0.0)
-            self._gap = gap if self._gap is None else self._gap + _LATEST * (gap - self._gap)
+            known = self._expected_gap()
+            gap = min(max(launched - before, 0.0), _LONGEST_GAP * known)
+            self._gap = known + _LATEST * (gap - known)
             self._check(rows, gained, now - max(began, before))
             return
         self._bursts += 1
-        self._ready = launched - began
+        ready = launched - began
+        self._ready = ready if self._ready is None or ready < self._ready else self._ready + 0.1 * (ready - self._ready)
+        if self._gap is not None:  # after a long one there might never be another to correct it
+            self._gap += _FORGOTTEN * (self._first_gap() - self._gap)
         self._device.note(size_of(rows), (now - max(launched, before)) / step.times)
         ahead = self._device.of(size_of(rows))
         if self.must_know or self._bursts < _BURSTS or not guesses or ahead is None:
@@ -161,6 +176,8 @@ class DraftsAhead(Drafts):
             if some:
                 right = next((at for at in range(some) if got[at] != guess[at]), some)
                 self.seen(request, some, right)
+                if request.done:
+                    self._of_each.pop(request)
             guesses[request] = guess
         self._foreseen.clear()
         return guesses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _FASTER, _SLOWER = 0.5, 0.1  # how much the latest counts: a host that is late makes a step look slower than it is
 _ROWS_FOR_TWICE = 320  # a step of so many rows more takes twice as long, before that has been measured
+_STEEPEST = 4.0  # no more than so many times as much longer, whatever was measured
 _LEAST = 0.3  # of the time for a step that was measured, a step of fewer rows takes so much at least
 
 
@@ -13,10 +14,18 @@ class StepSeconds:
 
     def note(self, rows: int, seconds: float) -> None:
         known = self._seconds.setdefault(rows, seconds)
-        self._seconds[rows] += (_FASTER if seconds < known else _SLOWER) * (seconds - known)
+        known += (_FASTER if seconds < known else _SLOWER) * (seconds - known)
+        self._seconds[rows] = known
+        for other, its in self._seconds.items():  # an old one may be far off, and not be measured again for long
+            if other < rows:
+                self._seconds[other] = min(its, known)
+            elif other > rows:
+                self._seconds[other] = min(its, known * (1 + _STEEPEST * (other - rows) / _ROWS_FOR_TWICE))
 
     def of(self, rows: int) -> float | None:
         """On a line between those with fewer and with more rows, or through the next two. None before any was seen."""
+        if rows in self._seconds:
+            return self._seconds[rows]
         known = sorted(self._seconds.items())
         if not known:
             return None
