@@ -24,7 +24,8 @@ _BURSTS = 3  # that must have been measured before
 _LATEST = 0.3  # how much the latest gap counts
 _LONGEST_GAP = 3.0  # times the known one: the caller may have had control meanwhile
 _FORGOTTEN = 0.03  # how much nearer to the first guess a burst brings what is known of gaps
-_FIRST_GAP = 1e-3  # seconds of the host beside those in which it gets a step ready, before a gap has been measured
+# Seconds of the host beside those in which it gets a step ready, before a gap has been measured; and for each row.
+_FIRST_GAP, _FIRST_GAP_OF_ROW = 1e-3, 2e-5
 _MARGIN = 1.1  # drafts begin where so many times as many tokens a second are expected
 _ENOUGH = 0.95  # and they end where less than that is expected: what is known of guesses is vague
 _TRIED = 16  # steps with drafts, after which they must be faster
@@ -48,7 +49,8 @@ class DraftsAhead(Drafts):
         self._gap: float | None = None  # seconds in which the device waits for the host between two steps
         self._ready: float | None = None  # seconds in which the host gets a burst ready
         self._steps = 0  # since drafts began
-        self._tokens = self._seconds = 0.0  # of these steps, the latest of them above all
+        # Of these steps, the latest of them above all; and what their tokens would have taken without drafts.
+        self._seconds = self._otherwise = 0.0
         self._pause, self._waits = _PAUSE, 0
         self._latest = 0.0  # when tokens were seen last
 
@@ -97,15 +99,15 @@ class DraftsAhead(Drafts):
         tokens = rows + np.cumsum(chances.ravel()[order])
         step = np.searchsorted(DRAFT_SIZES, rows + 1 + np.arange(len(order)))
         seconds = np.array([self._device.of(size) or 1.0 for size in DRAFT_SIZES])[step]
-        speeds = tokens / (seconds + self._expected_gap())
+        speeds = tokens / (seconds + self._expected_gap(rows))
         best = int(speeds.argmax())
         return order[: best + 1] // chances.shape[1], float(speeds[best])
 
-    def _expected_gap(self) -> float:
-        return self._first_gap() if self._gap is None else self._gap
+    def _expected_gap(self, rows: int) -> float:
+        return self._first_gap(rows) if self._gap is None else self._gap
 
-    def _first_gap(self) -> float:
-        return (self._ready or 0.0) + _FIRST_GAP
+    def _first_gap(self, rows: int) -> float:
+        return (self._ready or 0.0) + _FIRST_GAP + _FIRST_GAP_OF_ROW * rows
 
     # -- what is measured ----------------------------------------------------------------------------------------
 
@@ -131,17 +133,17 @@ class DraftsAhead(Drafts):
         rows = len(step.rows)
         if step.drafts:
             size = next(size for size in DRAFT_SIZES if size >= step.tokens)
-            self._device.note(size, now - max(launched, before))
-            known = self._expected_gap()
+            device, known = now - max(launched, before), self._expected_gap(rows)
+            self._device.note(size, device)
             gap = min(max(launched - before, 0.0), _LONGEST_GAP * known)
             self._gap = known + _LATEST * (gap - known)
-            self._check(rows, gained, now - max(began, before))
+            self._check(rows, gained, device + gap)
             return
         self._bursts += 1
         ready = launched - began
         self._ready = ready if self._ready is None or ready < self._ready else self._ready + 0.1 * (ready - self._ready)
         if self._gap is not None:  # after a long one there might never be another to correct it
-            self._gap += _FORGOTTEN * (self._first_gap() - self._gap)
+            self._gap += _FORGOTTEN * (self._first_gap(rows) - self._gap)
         self._device.note(size_of(rows), (now - max(launched, before)) / step.times)
         ahead = self._device.of(size_of(rows))
         if self.must_know or self._bursts < _BURSTS or not guesses or ahead is None:
@@ -153,15 +155,15 @@ class DraftsAhead(Drafts):
         some = np.resize(chances, (rows, chances.shape[1]))
         if self._best(rows, some)[1] * ahead > _MARGIN * rows:
             self.must_know = True
-            self._steps, self._tokens, self._seconds = 0, 0.0, 0.0
+            self._steps, self._seconds, self._otherwise = 0, 0.0, 0.0
 
     def _check(self, rows: int, gained: int, seconds: float) -> None:
         """A step with drafts gave so many tokens: enough, on the whole?"""
-        self._steps += 1
-        self._tokens = _KEPT * self._tokens + gained
-        self._seconds = _KEPT * self._seconds + seconds
         ahead = self._device.of(size_of(rows)) or 0.0
-        if self._steps >= _TRIED and self._tokens * ahead < self._seconds * rows:
+        self._steps += 1
+        self._seconds = _KEPT * self._seconds + seconds
+        self._otherwise = _KEPT * self._otherwise + ahead * gained / rows
+        if self._steps >= _TRIED and self._otherwise < self._seconds:
             self.must_know = False
             self._waits, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         elif self._steps >= 4 * _TRIED:
