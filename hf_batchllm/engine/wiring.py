@@ -20,6 +20,7 @@ from ..sampling.earlier_answers import EarlierAnswers
 from ..sampling.forced_tokens import ForcedTokens
 from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
+from ..wording import counted
 from .beams.candidates import BeamScores
 from .beams.ended_candidates import BeamEndings
 from .beams.group import Answer, BeamGroup
@@ -43,6 +44,7 @@ _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
 _LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
 # A CPU's decode steps get cheaper by the row up to about a hundred rows.
 _GATHER_ROWS = {"cpu": 128}
+_GPU_LOOKS_BACK = "the GPU looks back at an answer's tokens for a penalty, or for n-grams that may not come again"
 _LOOKED_FOR = 3  # tokens in a row, for a guess at what follows them
 
 
@@ -90,6 +92,10 @@ class Wiring:
             return None
 
         without = {request for request in self.requests if looks_back is not None and looks_back(request)}
+        if asking := {request.index for request in without if configs[request.index].prompt_lookup_num_tokens}:
+            self.notices(
+                "some drafts", f"no tokens are guessed for {counted(len(asking), 'prompt')}: {_GPU_LOOKS_BACK}"
+            )
 
         def most(request: Request) -> int:
             return 0 if request in without else configs[request.index].prompt_lookup_num_tokens or 0
@@ -121,7 +127,7 @@ class Wiring:
         if self.outputs.tensors is not None:
             return "on a GPU none are guessed where scores or logits of each step are asked for"
         if self.requests and all(map(looks_back, self.requests)):
-            return "the GPU looks back at an answer's tokens for a penalty, or for n-grams that may not come again"
+            return _GPU_LOOKS_BACK
         return ""
 
     def _say_no_drafts(self, why_not: str) -> None:
