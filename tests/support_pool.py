@@ -21,6 +21,7 @@ class Load:
 
     family: str = "llama"
     late: Mapping[int, float] = field(default_factory=dict)  # seconds before it begins to load
+    waits_for: Mapping[int, Path] = field(default_factory=dict)  # a file; it begins to load once that is there
     slow: Mapping[int, float] = field(default_factory=dict)  # seconds that each step takes longer
     fails: Mapping[int, BaseException] = field(default_factory=dict)
     fails_at_work: Mapping[int, BaseException] = field(default_factory=dict)  # in its second step
@@ -31,6 +32,8 @@ class Load:
 
         number = int(os.environ[NUMBER])
         time.sleep(self.late.get(number, 0.0))
+        while number in self.waits_for and not self.waits_for[number].exists():
+            time.sleep(0.02)
         if number in self.fails:
             raise self.fails[number]
         model = build(self.family)

@@ -213,9 +213,10 @@ def test_prompts_that_do_not_fit() -> None:
 
 
 def test_models_that_differ_are_found() -> None:
+    """Where the pool is made, if both have loaded by then, else where it is waited for."""
     with (
-        GeneratorPool(Load(other_weights=(1,)), gpus=["cpu"] * 2) as pool,
         pytest.raises(PoolError, match="other weights"),
+        GeneratorPool(Load(other_weights=(1,)), gpus=["cpu"] * 2) as pool,
     ):
         ready(pool)
 

@@ -66,8 +66,10 @@ def test_a_call_does_not_wait_for_who_is_late() -> None:
     assert time.monotonic() - began < 8, "nor does close()"
 
 
-def test_other_weights_are_an_error_each_time() -> None:
-    with GeneratorPool(Load(other_weights=(1,)), gpus=["cpu", "cpu"]) as pool:
+def test_other_weights_are_an_error_each_time(tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+    with GeneratorPool(Load(other_weights=(1,), waits_for={1: go_on}), gpus=["cpu", "cpu"]) as pool:
+        go_on.touch()
         for _ in range(2):
             with pytest.raises(PoolError, match="other weights"):
                 pool.wait()
