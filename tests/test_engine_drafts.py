@@ -174,17 +174,33 @@ def test_a_scheduler_of_the_users_own_need_not_know_of_them(monkeypatch: pytest.
 
 
 def test_what_a_text_goes_on_with() -> None:
+    def guess(lookup: TextLookup, sample: int, generated: list[int], most: int) -> list[int]:
+        lookup.learn(sample, generated)
+        return lookup.guess(sample, generated, most)
+
     lookup = TextLookup([1, 2, 3, 4, 5, 6, 2, 3], 3)
-    assert lookup.guess(0, [], 3) == [4, 5, 6]
-    assert lookup.guess(0, [4, 5], 8) == [6, 2, 3, 4, 5, 6, 2, 3]  # it repeats itself
-    assert lookup.guess(0, [4, 5, 9], 8) == []
-    assert lookup.guess(0, [4, 5, 9, 7, 8], 8) == []
-    assert lookup.guess(1, [4, 5, 9], 2) == [7, 8], "as another answer to the same prompt did"
-    assert lookup.guess(1, [4, 5, 9, 7, 8], 2) == []
+    assert guess(lookup, 0, [], 3) == [4, 5, 6]
+    assert guess(lookup, 0, [4, 5], 8) == [6, 2, 3, 4, 5, 6, 2, 3]  # it repeats itself
+    assert guess(lookup, 0, [4, 5, 9], 8) == []
+    assert guess(lookup, 0, [4, 5, 9, 7, 8], 8) == []
+    assert guess(lookup, 1, [4, 5, 9], 2) == [7, 8], "as another answer to the same prompt did"
+    assert guess(lookup, 1, [4, 5, 9, 7, 8], 2) == []
     lookup = TextLookup([1, 2, 3], 3, [[4, 5, 6], [4, 5, 7, 8]])
-    assert lookup.guess(0, [], 4) == [4, 5, 7, 8], "the latest one"
-    assert lookup.guess(0, [4, 5], 4) == [7, 8]
-    assert lookup.guess(0, [4, 5, 6], 4) == []
+    assert guess(lookup, 0, [], 4) == [4, 5, 7, 8], "the latest one"
+    assert guess(lookup, 0, [4, 5], 4) == [7, 8]
+    assert guess(lookup, 0, [4, 5, 6], 4) == []
+
+
+def test_a_text_that_has_been_learned_in_part() -> None:
+    """What is new of it is looked for, and is part of what a guess says."""
+    lookup = TextLookup([1, 2, 3], 3)
+    lookup.learn(0, [4, 5, 1, 2, 3])
+    assert lookup.guess(0, [4, 5, 1, 2, 3], 6) == [4, 5, 1, 2, 3, 4]
+    assert lookup.guess(0, [4, 5, 1, 2, 3, 4, 5], 6) == [1, 2, 3, 4, 5, 1]
+    assert lookup.guess(0, [4, 5, 1, 2, 3, 4, 5, 7, 7, 7], 6) == []
+    assert lookup.guess(0, [4, 5, 1, 2, 3, 4, 5, 7, 7, 7, 5, 1], 6) == [2, 3, 4, 5, 7, 7]
+    lookup.learn(0, [4, 5, 1, 2, 3, 4, 5, 7, 7, 7, 5, 1])
+    assert lookup.guess(0, [4, 5, 1, 2, 3, 4, 5, 7, 7, 7, 5, 1, 4, 5, 7], 3) == [7, 7, 5]
 
 
 def test_answers_of_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:

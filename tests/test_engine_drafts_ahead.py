@@ -15,6 +15,8 @@ from support_families import random_prompts
 from support_parity import pages_of_memory
 
 from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
 from hf_batchllm.engine.device_loop.graph_sizes import DRAFT_SIZES, size_of
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
@@ -38,7 +40,7 @@ GPU_PAGES = {"page_size": 16}
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts begin after the first burst, and all guesses pay."""
     monkeypatch.setattr(StepSeconds, "of", lambda *_: 1.0)
-    for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9)):
+    for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9), ("_BURSTS_FOR_GRAPHS", 0)):
         monkeypatch.setattr(drafts_ahead, name, value)
     monkeypatch.setattr(StepsAsGraphs, "is_steady", True)
 
@@ -219,6 +221,32 @@ def test_where_there_are_none_a_warning_says_so(device: str, options: dict[str, 
         generator.generate(prompts, **asked)
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("tokens", [400, 60])
+def test_graphs_are_captured_before_the_first_step_with_drafts(
+    device: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While bursts run; where few tokens are to come, of one size."""
+    monkeypatch.setattr(drafts_ahead, "_BURSTS_FOR_GRAPHS", 100)
+    monkeypatch.setattr(GraphLauncher, "_is_behind", lambda _: True)
+    made: list[tuple[int, bool]] = []  # of each graph, its rows, and whether steps with drafts had run before
+    seen, own, own_run = [False], DecodeGraphs._make, DecodeGraphs.run
+
+    def make(self: DecodeGraphs, kind: Any) -> Any:
+        if kind.drafts:
+            made.append((kind.rows, seen[0]))
+        return own(self, kind)
+
+    def run(self: DecodeGraphs, batch: Any, steps_to_come: int) -> Any:
+        seen[0] |= batch.draft_rows is not None
+        return own_run(self, batch, steps_to_come)
+
+    monkeypatch.setattr(DecodeGraphs, "_make", make)
+    monkeypatch.setattr(DecodeGraphs, "run", run)
+    assert_same(*both(device, monkeypatch, {"steps_per_sync": 8}, max_new_tokens=tokens))
+    assert made == ([(64, False), (16, False)] if tokens == 400 else [(64, False)])
+
+
 def test_which_tokens_count() -> None:
     requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 20) for place in range(4)]
     for place, request in enumerate(requests):
@@ -226,8 +254,8 @@ def test_which_tokens_count() -> None:
     drafts = [Chunk(requests[0], 3, 6, (7, 8)), Chunk(requests[3], 3, 5, (9,))]
     rows = DraftRows.of(Step(requests, drafts=drafts))
     assert rows.ids.tolist() == [10, 7, 8, 11, 12, 13, 9]
-    assert rows.requests == [*[requests[0]] * 3, requests[1], requests[2], requests[3], requests[3]]
-    assert rows.numbers()[1].tolist() == [3, 4, 5, 3, 3, 3, 4]
+    assert rows.of_each_row(np.arange(4)).tolist() == [0, 0, 0, 1, 2, 3, 3]
+    assert rows.nth.tolist() == [0, 1, 2, 0, 0, 0, 1]
     drawn = np.array([7, 8, 20, 21, 22, 23, 24])
     assert rows.that_count(drawn).tolist() == [[7, 8, 20], [21, -1, -1], [22, -1, -1], [23, -1, -1]]
     drawn = np.array([7, 5, 20, 21, -1, 9, 24])
@@ -272,6 +300,7 @@ def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock,
         step = drafts.added(step)
         clock.now += host if waited else 0.0
         launched = clock.now
+        drafts.launched(step)
         size = next(size for size in DRAFT_SIZES if size >= step.tokens) if step.drafts else size_of(step.tokens)
         clock.now += step.times * (1 + each * size)
         gained = 0

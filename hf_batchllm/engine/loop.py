@@ -263,6 +263,8 @@ class Engine:
         prompt_tokens = step.tokens - decode_tokens if step.chunks else 0
         self.model_tokens += prompt_tokens + decode_tokens
         record = self.timekeeper.launched(step.times, prompt_tokens, decode_tokens)
+        if self.drafts is not None:
+            self.drafts.launched(step)
         return Flight(
             step, sampling, counts, wait, record, self.launcher.replays, began, launched, self.launcher.is_steady
         )

@@ -106,7 +106,8 @@ class Wiring:
         given = most, longest, self.requests, scheduler.lengthen
         if isinstance(launcher, AtOnce):
             return Drafts(*given, launcher.pick_drafted, self.step_tokens, self.earlier)
-        return DraftsAhead(*given, None, self.step_tokens, self.earlier)
+        ready = {} if launcher.graphs is None else {"ready": launcher.graphs.ready_for_drafts}
+        return DraftsAhead(*given, None, self.step_tokens, self.earlier, **ready)
 
     def _why_no_drafts(
         self, scheduler: BaseScheduler, launcher: Launcher, looks_back: Callable[[Request], bool] | None

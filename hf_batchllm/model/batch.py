@@ -6,7 +6,7 @@ over tokens, and take from each what arrays are then made of: there are thousand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
@@ -262,15 +262,18 @@ class BatchBuilder:
 
     def build(self, step: Step) -> ModelBatch:
         drafts = DraftRows.of(step) if step.drafts else None
-        of_rows = step.rows if drafts is None else drafts.requests
-        rows, count = len(of_rows), len(step.chunks)
+        rows, count = len(step.rows) if drafts is None else len(drafts.ids), len(step.chunks)
         # Short chunks first, otherwise in their order: neighbours in the plan stay neighbours.
         order = sorted(range(count), key=lambda index: self._is_long(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
-        places = places_below([*of_rows, *(chunk.unit for chunk in chunks)])
+        places = places_below([*step.rows, *(chunk.unit for chunk in chunks)])
         table = UnitTable.of(places)
-        row_ids, row_positions, row_made = self._rows(step.rows) if drafts is None else drafts.numbers()
+        row_ids, row_positions, row_made, row_seats, row_most = self._rows(step.rows)
+        if drafts is not None:  # the rows of a request stand one behind the other
+            row_ids, row_seats, row_most = drafts.ids, drafts.of_each_row(row_seats), drafts.of_each_row(row_most)
+            row_positions = drafts.of_each_row(row_positions) + drafts.nth
+            row_made = drafts.of_each_row(row_made) + drafts.nth
         chunk_begin = np.array([chunk.begin for chunk in chunks], dtype=np.int64)
         chunk_end = np.array([chunk.end for chunk in chunks], dtype=np.int64)
         # The rows of a request with a draft are one span: its K and V are read once for all of them.
@@ -298,11 +301,10 @@ class BatchBuilder:
         logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_drafts, *of_asked])
         sampling_chunks = step.sampling()[len(step.rows) :]
         made = np.concatenate([row_made, np.array([unit.made for unit in sampling_chunks], dtype=np.int64)])
-        row_seats = np.array([request.seat for request in of_rows], dtype=np.int64)
         sample_seats = np.concatenate([row_seats, np.array([unit.seat for unit in sampling_chunks], dtype=np.int64)])
         burst = None
         if not chunks and self.most_times:
-            burst = self._burst(of_rows, step.times, table, np.repeat(span_unit, sizes), row_positions, row_made)
+            burst = self._burst(row_most - row_made, step.times, table, np.repeat(span_unit, sizes), row_positions)
         states = StateBatch.of(step, chunks, sizes) if self.carries_states else None
         if states is not None:
             self.states_handed_on += states.handed_on
@@ -311,7 +313,7 @@ class BatchBuilder:
         return ModelBatch(
             TokenBatch(
                 tensor(ids),
-                tensor(every_position if self.placeholder is None else _for_rope(every_position, of_rows, chunks)),
+                tensor(every_position if self.placeholder is None else _for_rope(every_position, step, chunks, drafts)),
                 tensor(logits_rows),
                 tensor(row_seats),
                 tensor(sample_seats),
@@ -370,12 +372,11 @@ class BatchBuilder:
 
     def _burst(
         self,
-        requests: Sequence[Request],  # [rows]
+        left: np.ndarray,  # [rows]  new tokens that each may still have
         times: int,
         table: UnitTable,
         units: np.ndarray,  # [rows]  each row's in the table
         positions: np.ndarray,  # [rows]
-        made: np.ndarray,  # [rows]  new tokens so far
     ) -> Burst:
         most_pages = (self.most_times - 1) // self.page_size + 2  # of one row; it may start at a page's last token
         starts = np.array(table.start)[units]
@@ -383,30 +384,36 @@ class BatchBuilder:
         places = (table.page_begin[units] + first)[:, None] + np.arange(most_pages)  # [rows, pages]
         there = places < table.page_begin[units + 1][:, None]
         pages = np.where(there, table.page[np.where(there, places, 0)], -1)
-        most = np.array([request.max_new_tokens for request in requests], dtype=np.int64)
-        return Burst(times, most - made, starts + first * self.page_size, pages)
+        return Burst(times, left, starts + first * self.page_size, pages)
 
     @staticmethod
-    def _rows(rows: list[Request]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, positions and new tokens so far of the decode rows. A pending token is known to the device alone: 0."""
+    def _rows(rows: list[Request]) -> Iterable[np.ndarray]:  # five, [rows] each
+        """Ids, positions, new tokens so far, seats, and the most new tokens of the decode rows.
+
+        The id of a pending token is known to the device alone: 0.
+        """
         ids = [0 if request.pending else request.generated[-1] for request in rows]
         made = np.array([len(request.generated) + request.pending for request in rows], dtype=np.int64)
         prompts = np.array([request.prompt_tokens for request in rows], dtype=np.int64)
-        return np.array(ids, dtype=np.int64), prompts + made - 1, made
+        seats = np.array([request.seat for request in rows], dtype=np.int64)
+        most = np.array([request.max_new_tokens for request in rows], dtype=np.int64)
+        return np.array(ids, dtype=np.int64), prompts + made - 1, made, seats, most
 
 
-def _for_rope(positions: np.ndarray, rows: Sequence[Request], chunks: Sequence[Chunk]) -> np.ndarray:
+def _for_rope(positions: np.ndarray, step: Step, chunks: Sequence[Chunk], drafts: DraftRows | None) -> np.ndarray:
     """Where the tokens stand for RoPE: [tokens], or [3, tokens] if there is a part of a prompt with images.
 
     In text all three places are the same.
     """
-    behind = [0 if request.places is None else request.places.behind for request in rows]
+    behind = np.array([0 if each.places is None else each.places.behind for each in step.rows], dtype=positions.dtype)
+    if drafts is not None:
+        behind = drafts.of_each_row(behind)
     text = positions.copy()
-    text[: len(rows)] += np.array(behind, dtype=positions.dtype)
+    text[: len(behind)] += behind
     if all(chunk.unit.places is None for chunk in chunks):
         return text
     places = np.tile(text, (3, 1))
-    begin = len(rows)
+    begin = len(behind)
     for chunk in chunks:
         end = begin + chunk.end - chunk.begin
         if chunk.unit.places is not None:

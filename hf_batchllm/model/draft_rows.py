@@ -5,12 +5,11 @@ A row's token is drawn as if all guesses before it were right. It counts if they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from ..planning.requests_and_prefixes import Request
 from ..planning.step import Step
 
 _NONE = -1  # in the place of a row, or of a token that was drawn
@@ -21,7 +20,7 @@ _NO_GUESS = -2
 class DraftRows:
     """Rows of a step with drafts: those of a request are neighbours, and requests stand in the order of the plan."""
 
-    requests: Sequence[Request]  # [rows]
+    counts: np.ndarray  # [requests]  rows of each
     nth: np.ndarray  # [rows]  which of its request's rows
     ids: np.ndarray  # [rows]
     row: np.ndarray  # [requests, most]  of each request, its rows; -1 for none
@@ -30,26 +29,19 @@ class DraftRows:
     @staticmethod
     def of(step: Step) -> DraftRows:
         guesses = {chunk.unit: chunk.draft for chunk in step.drafts}
-        most = 1 + max(map(len, guesses.values()))
-        row = np.full((len(step.rows), most), _NONE, dtype=np.int64)
-        guess = np.full((len(step.rows), most - 1), _NO_GUESS, dtype=np.int64)
-        requests: list[Request] = []
-        ids: list[int] = []
-        for place, request in enumerate(step.rows):
-            draft = guesses.get(request, ())
-            row[place, : 1 + len(draft)] = np.arange(len(requests), len(requests) + 1 + len(draft))
-            guess[place, : len(draft)] = draft
-            requests += [request] * (1 + len(draft))
-            ids += [request.generated[-1], *draft]
-        there = row >= 0
-        nth = np.broadcast_to(np.arange(most), row.shape)[there]
-        return DraftRows(requests, nth, np.array(ids, dtype=np.int64), row, guess)
+        tokens = [(request.generated[-1], *guesses.get(request, ())) for request in step.rows]
+        counts = np.array([len(each) for each in tokens], dtype=np.int64)
+        ids = np.fromiter(chain.from_iterable(tokens), np.int64, int(counts.sum()))
+        places = np.arange(counts.max())
+        there = places < counts[:, None]  # [requests, most]
+        row = np.full(there.shape, _NONE, dtype=np.int64)
+        row[there] = np.arange(len(ids))
+        guess = np.where(there, ids[row], _NO_GUESS)[:, 1:]
+        return DraftRows(counts, np.broadcast_to(places, there.shape)[there], ids, row, guess)
 
-    def numbers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # [rows] each
-        """Ids, positions and new tokens so far."""
-        made = np.array([request.made for request in self.requests], dtype=np.int64) + self.nth
-        prompts = np.array([request.prompt_tokens for request in self.requests], dtype=np.int64)
-        return self.ids, prompts + made - 1, made
+    def of_each_row(self, values: np.ndarray) -> np.ndarray:
+        """``values`` [requests]: as many times as the request has rows."""
+        return np.repeat(values, self.counts)
 
     def that_count(self, drawn: np.ndarray) -> np.ndarray:  # [requests, most]
         """``drawn`` [rows]: the token of each row. Of each request those up to its first wrong guess; -1 for none."""

@@ -72,6 +72,8 @@ class QueueScheduler(BaseScheduler):
     def lengthen(self, request: Request, end: int) -> int:
         """Pages that running requests may need for their next tokens are not to spare."""
         cache = self.cache
+        if end <= request.start + len(request.pages) * cache.page_size:
+            return max(end, request.length)
         spare = max(0, cache.free_pages - len(self.running))
         end = min(end, request.start + (len(request.pages) + spare) * cache.page_size)
         if end > request.length:

@@ -26,24 +26,38 @@ class TextLookup:
         self._before = self._prompt[-longest:]  # what an answer's first tokens stand behind
         self._places: dict[tuple[int, ...], tuple[int, int]] = {}  # a run -> (text, place of what followed it last)
         self._texts: dict[int, list[int]] = {}  # of each sample, that and its answer; of earlier ones below ``_PROMPT``
+        self._learned: dict[int, int] = {}  # of each sample's text, how many tokens
         self._index(_PROMPT, self._prompt, 1)
         for number, answer in enumerate(earlier, start=1):
             text = self._texts[_PROMPT - number] = [*self._before, *answer]
             self._index(_PROMPT - number, text, len(self._before))
 
     def guess(self, sample: int, generated: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that may follow an answer; ``generated``: its tokens so far."""
-        text = self._texts.get(sample)
-        if text is None:
-            text = self._texts[sample] = self._before.copy()
-        known = len(text)
-        text += generated[known - len(self._before) :]
-        self._index(sample, text, max(known, len(self._before)))
+        """Up to ``most`` tokens that may follow an answer; ``generated``: its tokens so far.
+
+        What followed a run of tokens is known of texts that have been learned.
+        """
+        text = self._text(sample, generated)
         for length in self.lengths:
-            found = self._places.get(tuple(text[-length:])) if len(text) >= length else None
+            found = self._places.get(tuple(text[-length:]))
             if found is not None:
                 return self._from(*found, sample, most)
         return []
+
+    def learn(self, sample: int, generated: Sequence[int]) -> None:
+        """What follows what in an answer so far."""
+        text, learned = self._text(sample, generated), self._learned.get(sample, len(self._before))
+        if learned < len(text):
+            self._index(sample, text, learned)
+            self._learned[sample] = len(text)
+
+    def _text(self, sample: int, generated: Sequence[int]) -> list[int]:
+        """What its first tokens stand behind, and the answer."""
+        text = self._texts.get(sample)
+        if text is None:
+            text = self._texts[sample] = self._before.copy()
+        text += generated[len(text) - len(self._before) :]
+        return text
 
     def _index(self, which: int, text: Sequence[int], begin: int) -> None:
         """The runs that are followed by the tokens from ``begin`` on."""

@@ -79,7 +79,9 @@ class DecodeGraphs:
         self._adapter: str | None = None
         self._checks_later = False
         self._held: list[torch.Tensor] = []  # what the model consisted of then
-        self._warm = False  # whether a run has compiled the kernels of all sizes that are prepared
+        # Whether a run has compiled the kernels of all sizes that are prepared, with drafts and without.
+        self._warm = {False: False, True: False}
+        self._draft_sizes: Sequence[int] = ()  # that steps with drafts will need
         self.model_may_have_changed = True  # the caller had control since the last step
         self._reads: PlainReads | None = None  # what code of the owner's reads beside the model's state
         self._read_before: tuple[object, ...] = ()  # when the caller was given control
@@ -124,7 +126,7 @@ class DecodeGraphs:
         self.is_steady = graph.captured or self._given_up or kind in self._uncaptured
         if not graph.captured:
             graph.run()
-            self._warm |= kind.rows % _WARM_ROWS == 0
+            self._warm[drafts] |= kind.rows % _WARM_ROWS == 0
             times -= 1
             if not self.is_steady and steps_to_come >= WORTHWHILE_STEPS:
                 self._capture(graph)
@@ -152,7 +154,7 @@ class DecodeGraphs:
 
     def _size_with_drafts(self, rows: int, steps_to_come: int) -> int:
         size = next(size for size in DRAFT_SIZES if size >= rows)
-        captured = {kind.rows for kind, graph in self._graphs.items() if kind.drafts and graph.captured}
+        captured = {kind.rows for kind in self._captured() if kind.drafts}
         if size not in captured and steps_to_come < _FEW_STEPS:
             size = min((other for other in captured if other > size), default=size)
         return size
@@ -221,6 +223,14 @@ class DecodeGraphs:
         """Whether graphs may be captured before a step needs them."""
         return not (self._given_up or self.why_not_prepared)
 
+    def ready_for_drafts(self, sizes: Sequence[int]) -> bool:
+        """Steps with drafts of these sizes will be needed. Whether no graph for them can be captured beforehand now."""
+        self._draft_sizes = sizes
+        return not self.prepares or all(_Kind(size, drafts=True) in self._captured() for size in sizes)
+
+    def _captured(self) -> set[_Kind]:
+        return {kind for kind, graph in self._graphs.items() if graph.captured}
+
     def prepare(self, left: Sequence[int], may_stop: bool) -> None:
         """Capture one of the graphs that steps to come will need, while the device is at work on earlier ones.
 
@@ -232,25 +242,27 @@ class DecodeGraphs:
         if self._runner.model.training:  # in an extra run, dropout would draw noise: the tokens would depend on timing
             return
         self._drop_outdated()
-        there = {kind.rows for kind, graph in self._graphs.items() if graph.captured and not kind.drafts}
         sizes = sizes_to_come(left, may_stop)
         if not self._picked_on_device:
             sizes = sizes[:1]  # it serves fewer rows as well
-        size = next((size for size in sizes if size not in there), None)
-        if not self.prepares or size is None or self._is_tight():
+        kinds = [*(_Kind(size, drafts=True) for size in self._draft_sizes), *map(_Kind, sizes)]
+        there = self._captured()
+        kind = next((kind for kind in kinds if kind not in there), None)
+        if not self.prepares or kind is None or self._is_tight():
             return  # where memory is short, capture only what a step needs
-        together = size == len(left) and not may_stop and max(left) - min(left) < WORTHWHILE_STEPS
-        together &= self._picked_on_device
+        together = kind.rows == len(left) and not may_stop and max(left) - min(left) < WORTHWHILE_STEPS
+        together &= self._picked_on_device and not kind.drafts
         seconds, self._preparing = self.seconds, True
         try:
             # Ranks capture together, so each must know that all others come to it.
-            if not self._failed_somewhere(lambda: self._make_ready(size, known, idle=not together)):
-                self._failed_somewhere(lambda: self._capture(self._graphs[_Kind(size)]))
+            if not self._failed_somewhere(lambda: self._make_ready(kind, known, idle=not together)):
+                self._failed_somewhere(lambda: self._capture(self._graphs[kind]))
         finally:
             self._preparing = False
         self.seconds_beside += self.seconds - seconds
+        self.is_steady = False  # the host comes late to this step's tokens, or to those of the one before
         if self.why_not_prepared:
-            self._graphs.pop(_Kind(size), None)
+            self._graphs.pop(kind, None)
 
     def _failed_somewhere(self, prepare: Callable[[], None]) -> bool:
         """Whether it has, on any rank: then ``why_not_prepared`` says so."""
@@ -264,12 +276,12 @@ class DecodeGraphs:
             self.why_not_prepared = self.why_not_prepared or _ANOTHER_RANK
         return bool(self.why_not_prepared)
 
-    def _make_ready(self, size: int, known: dict[tuple[Any, ...], WorkSeen], idle: bool) -> None:
-        if not self._warm:
+    def _make_ready(self, kind: _Kind, known: dict[tuple[Any, ...], WorkSeen], idle: bool) -> None:
+        if not self._warm[kind.drafts]:
             # A run of a few padding rows makes whatever is made on first use: a capture could not make it.
-            self._new(_Kind(_WARM_ROWS)).run_idle(known)
-            self._warm = True
-        self._make(_Kind(size)).work.make_rooms(known, idle=idle)
+            self._new(_Kind(_WARM_ROWS, kind.drafts)).run_idle(known)
+            self._warm[kind.drafts] = True
+        self._make(kind).work.make_rooms(known, idle=idle)
 
     def _make(self, kind: _Kind) -> DecodeRows:
         self._graphs[kind] = self._new(kind)

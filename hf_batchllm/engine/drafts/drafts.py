@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ _STEPS_IN_TIMES = 0.97  # how much what was measured of steps counts after anoth
 _GAIN = 1.03  # so many times as many tokens a second must be expected
 _PROBED = 32  # steps of which no guess pays, after which a few tokens of one are run all the same
 _PROBE = 3  # tokens
+_UNSEEN = 0.0, 0.0
 
 
 class Times:
@@ -66,6 +67,7 @@ class Drafts:
 
     largest_step = 64  # tokens, with drafts: where there are more rows, the next costs nearly as much as the first
     must_know = False  # whether all tokens must be known before the next step
+    learns_beside = False  # whether answers so far are learned from while a step runs
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class Drafts:
         self.pick = pick
         self._lengthen = lengthen
         self._lookups: dict[int, TextLookup] = {}  # by prompt
-        self._of_all = np.array([4 * _FIRST_RATE, 4.0])  # guesses that were right, and all up to the first wrong one
-        self._of_each: dict[Request, np.ndarray] = {}
+        self._of_all = 4 * _FIRST_RATE, 4.0  # guesses that were right, and all up to the first wrong one
+        self._of_each: dict[Request, tuple[float, float]] = {}
         self._times = Times()
         self._without = 0  # steps since a draft has run
         self.drafted = self.accepted = 0  # tokens
@@ -95,11 +97,14 @@ class Drafts:
         """The step with drafts, where they pay: rows that have one are chunks there."""
         if step.chunks or step.times > 1 or not step.rows or len(step.rows) >= self._most_tokens:
             return step
+        if not self.learns_beside:
+            self._learn(step.rows)
         guesses = {request: guess for request in step.rows if (guess := self._guess(request))}
         drafts = self._that_pay(len(step.rows), guesses) if guesses else {}
         for request in guesses.keys() - drafts.keys():
             if request in self._of_each:
-                self._of_each[request] *= _KEPT_WITHOUT
+                right, tried = self._of_each[request]
+                self._of_each[request] = _KEPT_WITHOUT * right, _KEPT_WITHOUT * tried
         chunks = []
         for request, draft in drafts.items():
             end = self._lengthen(request, request.length + len(draft))
@@ -118,14 +123,26 @@ class Drafts:
     def before(self, step: Step) -> None:
         """The tokens of a step without drafts are about to be seen."""
 
+    def _learn(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if (lookup := self._lookup(request)) is not None:
+                lookup.learn(request.sample, request.generated)
+
     def _guess(self, request: Request) -> list[int]:
-        most = min(self._most(request), request.max_new_tokens - request.made - 1)
-        if most < 1 or request.prompt_keys is not request.prompt_ids:  # with images a guess may be at one of theirs
-            return []
-        if request.index not in self._lookups:
+        lookup, most = self._lookup(request), min(self._most(request), request.max_new_tokens - request.made - 1)
+        return [] if lookup is None or most < 1 else lookup.guess(request.sample, request.generated, most)
+
+    def _lookup(self, request: Request) -> TextLookup | None:
+        """None where no token may be guessed."""
+        lookup = self._lookups.get(request.index)
+        if lookup is None:
+            # With images a guess may be at one of theirs.
+            if request.prompt_keys is not request.prompt_ids or not self._most(request):
+                return None
             earlier = [answer.tolist() for answer in self._earlier.of(request)]
-            self._lookups[request.index] = TextLookup(request.prompt_ids.tolist(), self._longest(request), earlier)
-        return self._lookups[request.index].guess(request.sample, request.generated, most)
+            lookup = TextLookup(request.prompt_ids.tolist(), self._longest(request), earlier)
+            self._lookups[request.index] = lookup
+        return lookup
 
     def _that_pay(self, rows: int, guesses: dict[Request, list[int]]) -> dict[Request, list[int]]:
         """Of each guess as many tokens as bring more than they cost."""
@@ -158,12 +175,12 @@ class Drafts:
         return _first_of(guesses, counts)
 
     def _rate_of(self, request: Request) -> float:
-        of_all = float(self._of_all[0] / self._of_all[1])
-        if request not in self._of_each:
-            return of_all
-        right, tried = self._of_each[request].tolist()
-        rate: float = (right + _OF_ALL * of_all) / (tried + _OF_ALL)
-        return rate
+        of_all = self._of_all[0] / self._of_all[1]
+        right, tried = self._of_each.get(request, _UNSEEN)
+        return (right + _OF_ALL * of_all) / (tried + _OF_ALL)
+
+    def launched(self, step: Step) -> None:
+        """A step has been launched. Where a device is at work on it, the host has time."""
 
     def ran(self, step: Step, began: float, launched: float, gained: int, steady: bool) -> None:
         """A step's tokens have been seen.
@@ -176,9 +193,9 @@ class Drafts:
 
     def seen(self, request: Request, guessed: int, accepted: int) -> None:
         """So many of the tokens that were guessed for a request were right."""
-        latest = np.array([accepted, min(guessed, accepted + 1)])  # what stands behind a wrong one tells nothing
-        self._of_each[request] = _KEPT * self._of_each.get(request, np.zeros(2)) + latest
-        self._of_all = _KEPT_OF_ALL * self._of_all + latest
+        tried = min(guessed, accepted + 1)  # what stands behind a wrong one tells nothing
+        self._of_each[request] = _counted(_KEPT, self._of_each.get(request, _UNSEEN), accepted, tried)
+        self._of_all = _counted(_KEPT_OF_ALL, self._of_all, accepted, tried)
 
     def too_large(self, step: Step) -> None:
         """It ran out of memory."""
@@ -195,3 +212,7 @@ class Drafts:
 
 def _first_of(guesses: dict[Request, list[int]], counts: dict[Request, int]) -> dict[Request, list[int]]:
     return {request: guesses[request][:count] for request, count in counts.items() if count > 0}
+
+
+def _counted(kept: float, before: tuple[float, float], right: int, tried: int) -> tuple[float, float]:
+    return kept * before[0] + right, kept * before[1] + tried

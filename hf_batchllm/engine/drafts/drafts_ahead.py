@@ -9,6 +9,8 @@ host between two steps, is measured all along; the way of running that gives mor
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,15 +33,23 @@ _ENOUGH = 0.95  # and they end where less than that is expected: what is known o
 _TRIED = 16  # steps with drafts, after which they must be faster
 _KEPT = 0.94  # how much the steps before the latest count
 _PAUSE, _LONGEST_PAUSE = 8, 256  # bursts without drafts after some that were slower
+_BURSTS_FOR_GRAPHS = 12  # in which graphs for steps with drafts may be captured before the first such step
+_FEW_TO_COME = 256  # tokens of the longest answer: then a graph of one size serves all steps with drafts
 
 
 class DraftsAhead(Drafts):
-    """Each token of a draft is a row of its own, and the device draws the tokens of all rows."""
+    """Each token of a draft is a row of its own, and the device draws the tokens of all rows.
+
+    ready: given the sizes of steps to come, says whether there is nothing to wait for before they begin.
+    """
 
     largest_step = DRAFT_SIZES[-1]
+    learns_beside = True
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *given: Any, ready: Callable[[Sequence[int]], bool] = lambda _: True, **named: Any) -> None:
         super().__init__(*given, **named)
+        self._ready_for = ready
+        self._waited = 0  # bursts, for graphs
         self.must_know = False  # the next step has drafts, if any pays
         self._planned: Step | None = None
         self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
@@ -53,6 +63,7 @@ class DraftsAhead(Drafts):
         self._seconds = self._otherwise = 0.0
         self._pause, self._waits = _PAUSE, 0
         self._latest = 0.0  # when tokens were seen last
+        self._unnoted: list[tuple[Request, int, int]] = []  # what ``seen`` was told, until the host has time
 
     def most_times(self, step: Step, most: int) -> int:
         self._planned = None
@@ -71,6 +82,17 @@ class DraftsAhead(Drafts):
 
     def _with(self, step: Step, drafts: list[Chunk]) -> Step:
         return Step(step.rows, copies=step.copies, drafts=drafts)
+
+    def launched(self, step: Step) -> None:
+        unnoted, self._unnoted = self._unnoted, []
+        for request, guessed, accepted in unnoted:
+            if not request.done:
+                super().seen(request, guessed, accepted)
+        if step.drafts:
+            self._learn(step.rows)
+
+    def seen(self, request: Request, guessed: int, accepted: int) -> None:
+        self._unnoted.append((request, guessed, accepted))
 
     # -- what pays -----------------------------------------------------------------------------------------------
 
@@ -120,6 +142,7 @@ class DraftsAhead(Drafts):
         self._looked += 1
         for request in rows[self._looked % apart :: apart]:  # others each time
             if not request.done:
+                self._learn([request])
                 self._foreseen[request] = len(request.generated), self._guess(request)
 
     def ran(self, step: Step, began: float, launched: float, gained: int, steady: bool) -> None:
@@ -153,9 +176,24 @@ class DraftsAhead(Drafts):
             return
         chances = self._chances(guesses)  # of some rows, which stand for all
         some = np.resize(chances, (rows, chances.shape[1]))
-        if self._best(rows, some)[1] * ahead > _MARGIN * rows:
+        likeliest, speed = self._best(rows, some)
+        if speed * ahead > _MARGIN * rows and self._graphs_are_there(step, rows + len(likeliest)):
             self.must_know = True
             self._steps, self._seconds, self._otherwise = 0, 0.0, 0.0
+
+    def _graphs_are_there(self, step: Step, tokens: int) -> bool:
+        """Captured while the device is at work on bursts: between steps with drafts it would wait.
+
+        tokens: of a step with drafts. The fewer answers are left, the smaller the steps.
+        """
+        sizes = DRAFT_SIZES[bisect_left(DRAFT_SIZES, tokens) :: -1]
+        if max(request.max_new_tokens - request.made for request in step.rows) < _FEW_TO_COME:
+            sizes = sizes[:1]
+        self._waited += 1
+        if not self._ready_for(sizes) and self._waited <= _BURSTS_FOR_GRAPHS:
+            return False
+        self._waited = 0
+        return True
 
     def _check(self, rows: int, gained: int, seconds: float) -> None:
         """A step with drafts gave so many tokens: enough, on the whole?"""
@@ -177,7 +215,7 @@ class DraftsAhead(Drafts):
             some = min(len(got), len(guess))
             if some:
                 right = next((at for at in range(some) if got[at] != guess[at]), some)
-                self.seen(request, some, right)
+                super().seen(request, some, right)
                 if request.done:
                     self._of_each.pop(request)
             guesses[request] = guess
