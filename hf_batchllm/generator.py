@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from .config import BatchConfig
 from .engine.call import Call
+from .engine.drafts.assistant_model import Assistants
 from .engine.extra_outputs import ExtraOutputs
 from .engine.interrupts import STILL_RUNNING, Turn, Turns
 from .engine.job import Job, JobChecks
@@ -91,6 +92,7 @@ class BatchGenerator:
         refuse_what_varies(model, self.architecture, self.config)
         check_backend(self.config, self.architecture.device, self._notices)
         self._earlier = EarlierAnswers()
+        self._assistants = Assistants(self._notices)
         self._kv = KVMemory(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
@@ -343,6 +345,7 @@ class BatchGenerator:
         self._kv.close()
         self._earlier.forget()
         self._fusion.unmerge()
+        self._assistants.close()
         self.architecture.ranks.close()
         self._closed = True
 
@@ -400,6 +403,7 @@ class BatchGenerator:
             self._notices,
             self._fusion,
             self._earlier,
+            self._assistants,
             **of_several,
         )
 

@@ -158,8 +158,16 @@ class Calls:
 
     def _drafts(self) -> dict[str, Any]:
         """Tokens are guessed in some calls, which changes no answer."""
-        if self.case.kind == "beams" or self._dice.random() < 0.6:
+        if self.case.kind == "beams" or self._dice.random() < 0.5:
             return {}
+        if self._dice.random() < 0.4:
+            alike = self.case.family, self._dice.choice((0.0, 0.05, 0.05))
+            others = ("llama", 0.05), ("gemma3", 0.0), ("gpt2", 0.0)
+            family, noise = alike if self._dice.random() < 0.7 else self._dice.choice(others)
+            most = self._dice.choice((None, None, 1, 3, 6))
+            return {
+                "assistant_model": models.assistant_of(family, self.case.device, noise), "num_assistant_tokens": most
+            }  # fmt: skip
         return {
             "prompt_lookup_num_tokens": self._dice.choice((*range(1, 10), 16, 25)),
             "max_matching_ngram_size": self._dice.randint(1, 3),
@@ -175,7 +183,7 @@ class Calls:
                 # As if steps of any size took as long: drafts always pay.
                 patch.setattr(Times, "line", lambda _: (1.0, 0.0))
                 patch.setattr(StepSeconds, "of", lambda *_: 1.0)
-                for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9)):
+                for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9), ("_BURSTS_FOR_GRAPHS", 0)):
                     patch.setattr(drafts_ahead, name, value)
                 patch.setattr(StepsAsGraphs, "is_steady", True)
                 result = used.generate(**self.arguments(asks), **arguments | self._drafts())

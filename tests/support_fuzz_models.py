@@ -84,6 +84,18 @@ def _for_reference(family: str, device: str) -> Any:
     return copy.deepcopy(model_of(family, device))
 
 
+@cache
+def assistant_of(family: str, device: str, noise: float) -> Any:
+    """A copy of the family's model with weights that are a little different, which guesses what the model says."""
+    assistant = copy.deepcopy(model_of(family, device))
+    made = torch.Generator(device=device).manual_seed(1)
+    with torch.no_grad():
+        for weight in assistant.parameters():
+            if noise and weight.is_floating_point():
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=made, device=device).to(weight)
+    return assistant
+
+
 def _built(family: str) -> Any:
     if not family.startswith(PEFT):
         # Not the one that other tests share: a generator of theirs may have merged its weights.

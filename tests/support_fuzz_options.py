@@ -105,7 +105,7 @@ LENGTHS = frozenset({"max_new_tokens", "max_length"})
 ELSEWHERE = frozenset(
     "attention_mask do_sample generation_config input_ids inputs max_matching_ngram_size num_beams "
     "num_return_sequences negative_prompt_ids negative_prompt_attention_mask output_logits output_scores "
-    "pad_token_id prompt_lookup_num_tokens return_dict_in_generate streamer "
+    "assistant_model num_assistant_tokens pad_token_id prompt_lookup_num_tokens return_dict_in_generate streamer "
     "tokenizer".split()
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -59,10 +58,14 @@ class Bench:
             same = one.finish_reason == other.finish_reason
             expect(same, f"{where}: it ended by {one.finish_reason}, and before by {other.finish_reason}")
             expect(one.text == other.text, f"{where}: its text is {one.text!r}, and was {other.text!r}")
-            near = operator.eq if exact else _close
+            near = _equal if exact else _close
             expect(near([one.score], [other.score]), f"{where}: its score is {one.score}, and was {other.score}")
             for name in ("logprobs", "prompt_logprobs"):
                 _same_logprobs(getattr(one, name), getattr(other, name), f"{where}: {name}", exact)
+
+
+def _equal(one: Sequence[float | None], other: Sequence[float | None]) -> bool:
+    return repr(one) == repr(other)  # NaN is not NaN
 
 
 def _close(one: Sequence[float | None], other: Sequence[float | None]) -> bool:

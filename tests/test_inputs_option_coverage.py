@@ -12,6 +12,8 @@ from hf_batchllm.inputs.option_table import TABLE, names
 
 # What does not change which tokens come, or comes with every test of the others: where it is looked at by itself.
 ELSEWHERE = {
+    "assistant_model": "test_engine_assistant.py",
+    "num_assistant_tokens": "test_engine_assistant.py",
     "attention_mask": "test_generator_tensors.py",
     "early_stopping": "support_beam_cases.py",
     "length_penalty": "support_beam_cases.py",

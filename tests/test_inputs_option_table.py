@@ -79,7 +79,6 @@ IDLE: dict[str, Any] = {
     "assistant_confidence_threshold": 0.5,
     "assistant_early_exit": 1,
     "assistant_lookbehind": 5,
-    "assistant_model": object(),
     "assistant_tokenizer": object(),
     "bos_token_id": 5,
     "cache_config": {"backend": "quanto"},
@@ -90,7 +89,6 @@ IDLE: dict[str, Any] = {
     "disable_compile": True,
     "low_memory": True,
     "max_cache_len": 100,
-    "num_assistant_tokens": 5,
     "num_assistant_tokens_schedule": "heuristic",
     "prefill_chunk_size": 2,
     "speculation_type": "dflash",
@@ -260,9 +258,9 @@ def test_what_has_no_effect_is_accepted_and_has_none(generator: BatchGenerator) 
 def test_speculation_that_a_call_asks_for_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
     generator = BatchGenerator(build(FAMILY))
     for _ in range(2):
-        generator.generate([IDS], max_new_tokens=2, num_assistant_tokens=3, assistant_model=object())
+        generator.generate([IDS], max_new_tokens=2, assistant_lookbehind=3, assistant_tokenizer=object())
     (said,) = [str(each.message) for each in recwarn if "speculation" in str(each.message)]
-    assert said.startswith("`assistant_model` and `num_assistant_tokens` have no effect")
+    assert said.startswith("`assistant_lookbehind` and `assistant_tokenizer` have no effect")
     with pytest.warns(UserWarning, match="`use_mtp` has no effect: speculation"):
         resolve(GenerationConfig(use_mtp=True))
 

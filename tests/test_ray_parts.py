@@ -137,7 +137,8 @@ def test_the_answers_are_those_of_one_call(options: dict[str, Any]) -> None:
         assert [each["text"] for each in rows] == [each.text for each in expected]
         assert [each["finish_reason"] for each in rows] == [each.finish_reason for each in expected]
         if "num_beams" in options:
-            assert [each["score"] for each in rows] == pytest.approx([each.score for each in expected])
+            # The calls run other beams beside each other, and float32 rounds in another way.
+            assert [each["score"] for each in rows] == pytest.approx([each.score for each in expected], rel=1e-5)
         assert row["prompt_tokens"] == len(expected[0].prompt_token_ids)
         assert row.get("seed") == (5 if "do_sample" in options else None)
 

@@ -16,7 +16,7 @@ from ..inputs.long_prompts import context_of
 from ..inputs.plain_values import plain, plain_options
 from ..inputs.prompts import longest_uncut
 from ..model.architecture import Architecture
-from ..model.device_memory import is_device_error
+from ..model.device_memory import is_device_error, is_out_of_memory
 from ..model.image_features import ImageFeatures
 from ..model.invariance import refuse_calls_that_vary
 from ..model.model_in_use import ModelInUse
@@ -39,6 +39,8 @@ from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
 from .device_loop.steps_as_graphs import StepsAsGraphs
+from .drafts.assistant import Assistant
+from .drafts.assistant_model import Assistants
 from .expected_time import StepCosts, cost_of_head, usual_rows
 from .invariance_trial import refuse_by_trial
 from .job import Job
@@ -75,6 +77,7 @@ class Call:
         notices: Notices,
         fusion: Fusion,
         earlier: EarlierAnswers,
+        assistants: Assistants,
         claims: Claims | None = None,  # where several processes run the call
         news: News | None = None,  # where ranks have the model together, and the first one hears of something meanwhile
         began: float | None = None,  # when the call did, if that was elsewhere
@@ -83,6 +86,8 @@ class Call:
         self._claims, self._news = claims, news
         self._kv = kv
         self._earlier = earlier
+        self._assistants = assistants
+        self._assistant: Assistant | None = None
         self._notices = notices
         self._use = ModelInUse(model, architecture, config, fusion, notices)
         self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
@@ -155,9 +160,32 @@ class Call:
             self._images.read_first()  # before the model is looked at: whether it changes decides what is kept
         self._use.fuse()
         refuse_by_trial(self._use, self._config)
+        self._open_assistant()
         self._memory = CallMemory(self.job, self.plan, self.outputs, self._use, self._kv, self._config, self._images)
         self._stage = Stage.MEMORY
         self.cache, self._storage = self._memory.open()
+
+    def _open_assistant(self) -> None:
+        """Before the KV cache takes the memory that is free."""
+        job, use = self.job, self._use
+        if job.assistant is None or job.widths is not None or self._ranks.size > 1:
+            return
+        known = self._assistants.of(job.assistant, use.model, use.architecture)
+        if known is None:
+            return
+        lengths = [
+            len(prompt.ids) + new
+            for prompt, new, samples in zip(job.prompts, job.max_new_tokens, job.samples, strict=True)
+            for _ in range(samples)
+        ]
+        try:
+            self._assistant = Assistant(known, self._config, lengths, self._kv.memory.free())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._notices(
+                "assistant memory", f"`assistant_model` has no effect here: {use.device} has no memory for it"
+            )
 
     def _line_up(self) -> None:
         """Stand prefixes and requests on each other in the cache."""
@@ -247,6 +275,7 @@ class Call:
             self._began,
             self._memory.step_tokens,
             self._earlier,
+            self._assistant,
         )
         self.answers: Sequence[Request] = requests
         if self.job.widths is not None:
@@ -335,6 +364,8 @@ class Call:
             yield
         if self._graphs is not None:
             self._graphs.owner_had_control()
+        if self._assistant is not None:
+            self._assistant.owner_had_control()
         self.timekeeper.switch("results")
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -349,6 +380,8 @@ class Call:
                 self._adapters.restore()
             if self._graphs is not None:
                 self._graphs.close()
+            if self._assistant is not None:
+                self._assistant.close()
         except BaseException as second:
             complete = False
             if error is None or not is_device_error(second):  # a device that has failed says so again
@@ -379,6 +412,8 @@ class Call:
         try:
             if self._graphs is not None:
                 self._graphs.close()
+            if self._assistant is not None:
+                self._assistant.close()
         finally:
             self._let_go_of_the_model()
             self._kv.clear()

@@ -76,6 +76,13 @@ class Job:
         return [self.options[place].num_return_sequences for place in self.places]
 
     @property
+    def assistant(self) -> Any:
+        """The model that guesses tokens, if the call has one. What a prompt says goes before it, as in ``generate``."""
+        if not self.options or any(each.config.prompt_lookup_num_tokens for each in self.options):
+            return None
+        return self.options[0].arguments.assistant_model
+
+    @property
     def calls_criteria(self) -> bool:
         """Whether stopping criteria of the model's owner are called."""
         every = dict.fromkeys(self.rules[place] for place in self.places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks
 from ..notices import Notices
-from ..planning.base_scheduler import BaseScheduler, lengthens, scheduler_name
+from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.scheduler import make_scheduler
@@ -20,7 +20,6 @@ from ..sampling.earlier_answers import EarlierAnswers
 from ..sampling.forced_tokens import ForcedTokens
 from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
-from ..wording import counted
 from .beams.candidates import BeamScores
 from .beams.ended_candidates import BeamEndings
 from .beams.group import Answer, BeamGroup
@@ -32,8 +31,9 @@ from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
 from .device_loop.step_by_step import StepByStep
 from .device_loop.steps_as_graphs import StepsAsGraphs
+from .drafts.assistant import Assistant
+from .drafts.choose_drafts import drafts_for, say_no_drafts
 from .drafts.drafts import Drafts
-from .drafts.drafts_ahead import DraftsAhead
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
 from .smaller_steps import SmallerSteps
@@ -44,8 +44,6 @@ _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
 _LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
 # A CPU's decode steps get cheaper by the row up to about a hundred rows.
 _GATHER_ROWS = {"cpu": 128}
-_GPU_LOOKS_BACK = "the GPU looks back at an answer's tokens for a penalty, or for n-grams that may not come again"
-_LOOKED_FOR = 3  # tokens in a row, for a guess at what follows them
 
 
 @dataclass
@@ -64,6 +62,7 @@ class Wiring:
     began: float
     step_tokens: int  # the most of a step
     earlier: EarlierAnswers
+    assistant: Assistant | None  # which guesses tokens
     jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
     graphs: StepsAsGraphs | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
 
@@ -82,65 +81,23 @@ class Wiring:
         )
 
     def _drafts(self, scheduler: BaseScheduler, launcher: Launcher) -> Drafts | None:
-        configs = [each.config for each in self.job.options]
-        if not any(each.prompt_lookup_num_tokens for each in configs):
-            return None
-        looks_back = launcher.pick.looks_back if isinstance(launcher, RunAhead) else None
-        why_not = self._why_no_drafts(scheduler, launcher, looks_back)
-        if why_not or not isinstance(launcher, AtOnce | RunAhead):
-            self._say_no_drafts(why_not)
-            return None
-
-        without = {request for request in self.requests if looks_back is not None and looks_back(request)}
-        if asking := {request.index for request in without if configs[request.index].prompt_lookup_num_tokens}:
-            self.notices(
-                "some drafts", f"no tokens are guessed for {counted(len(asking), 'prompt')}: {_GPU_LOOKS_BACK}"
-            )
-
-        def most(request: Request) -> int:
-            return 0 if request in without else configs[request.index].prompt_lookup_num_tokens or 0
-
-        def longest(request: Request) -> int:
-            return configs[request.index].max_matching_ngram_size or _LOOKED_FOR
-
-        given = most, longest, self.requests, scheduler.lengthen
-        if isinstance(launcher, AtOnce):
-            return Drafts(*given, launcher.pick_drafted, self.step_tokens, self.earlier)
-        ready = {} if launcher.graphs is None else {"ready": launcher.graphs.ready_for_drafts}
-        return DraftsAhead(*given, None, self.step_tokens, self.earlier, **ready)
-
-    def _why_no_drafts(
-        self, scheduler: BaseScheduler, launcher: Launcher, looks_back: Callable[[Request], bool] | None
-    ) -> str:
-        """``looks_back``: where the device picks tokens, whether it does so for a request."""
-        if self.use.architecture.states:
-            return "its layers carry a state from token to token, which would have moved on over wrong guesses"
-        if self._ranks.size > 1:
-            return "several processes run the model together"
-        if self.requests and all(each.prompt_keys is not each.prompt_ids for each in self.requests):
-            return "no tokens are guessed for prompts with images"
-        if not lengthens(scheduler):
-            return f"{scheduler_name(scheduler)} has no room for guesses: see `lengthen` in hf_batchllm.BaseScheduler"
-        if isinstance(launcher, AtOnce):
-            return ""
-        if looks_back is None:
-            return "on a GPU tokens are guessed where it picks them, and here the host does"
-        if self.outputs.tensors is not None:
-            return "on a GPU none are guessed where scores or logits of each step are asked for"
-        if self.requests and all(map(looks_back, self.requests)):
-            return _GPU_LOOKS_BACK
-        return ""
-
-    def _say_no_drafts(self, why_not: str) -> None:
-        """Where the call asks for them; what a checkpoint asks for is nobody's mistake."""
-        own = getattr(getattr(self.use.model, "generation_config", None), "prompt_lookup_num_tokens", None)
-        asked = {each.config.prompt_lookup_num_tokens for each in self.job.options} - {own, None, 0}
-        if asked:
-            self.notices("drafts", f"`prompt_lookup_num_tokens` has no effect here: {why_not}")
+        return drafts_for(
+            self.job,
+            self.use,
+            self.requests,
+            picking_of(self.job, self.use),
+            scheduler,
+            launcher,
+            self.outputs.tensors is not None,
+            self.step_tokens,
+            self.earlier,
+            self.assistant,
+            self.notices,
+        )
 
     def beam_engine(self) -> BeamEngine:
         """The loop of a beam search."""
-        self._say_no_drafts("no tokens are guessed in a beam search")
+        say_no_drafts(self.job, self.use.model, "no tokens are guessed in a beam search", self.notices)
         if self.config.scheduler != "groups":
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
         job, tensors = self.job, self.outputs.tensors

@@ -19,6 +19,7 @@ class CallArguments:
     tokenizer: Any = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    assistant_model: Any = None
 
 
 CALL_ARGUMENTS = tuple(each.name for each in fields(CallArguments))

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from ..config import BatchConfig
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..wording import a_kind, is_bool, is_whole, shown
+from .base_model import GenerativeModel, base_model
 from .call_arguments import CallArguments
 from .option_ranges import LONGEST_NGRAMS, out_of_range
 from .option_row import Takes
@@ -185,6 +187,21 @@ def check_call_arguments(given: CallArguments) -> None:
             why = f"must have put() and end(), and is {a_kind(given.streamer)}: pass {hint}"
             raise OptionValueError("streamer", why)
     check_tokenizer(given.tokenizer)
+    assistant = given.assistant_model
+    if assistant is not None and not (isinstance(assistant, nn.Module) and hasattr(assistant, "config")):
+        hint = "load it first, by `from_pretrained`" if isinstance(assistant, str) else "a smaller one of transformers"
+        raise OptionValueError("assistant_model", f"must be a model, not {a_kind(assistant)}: {hint}")
+
+
+def check_assistant(assistant: Any, tokenizer: Any, model: GenerativeModel) -> None:
+    """``tokenizer``: of the assistant, which `generate` translates by where it is another one."""
+    if assistant is None or tokenizer is not None:
+        return
+    theirs, ours = (base_model(each).config.get_text_config(decoder=True).vocab_size for each in (assistant, model))
+    if theirs != ours:
+        raise OptionValueError(
+            "assistant_model", f"has {theirs:,} tokens and the model {ours:,}: pass a model with the same tokenizer"
+        )
 
 
 def _check_logprobs(name: str, value: Any) -> None:

@@ -112,9 +112,9 @@ json.loads(line_of_a_file)["logprobs"][0]           # {"token_id": 5, "token": "
 ```""",
     Subject.SPECULATION: """\
 Speculation drafts tokens (with an assistant model, by looking up the prompt, or with heads of the model's own). It
-makes `generate` faster and gives what the model alone would give. Here `prompt_lookup_num_tokens` does so:
-[drafts.md](drafts.md) tells more. The other options are accepted and change nothing; one that the call itself sets is
-named in one warning.""",
+makes `generate` faster and gives what the model alone would give. Here `prompt_lookup_num_tokens` and
+`assistant_model` do so: [drafts.md](drafts.md) tells more. The other options are accepted and change nothing; one that
+the call itself sets is named in one warning.""",
     Subject.RUNNING: "They choose how `generate` runs, not what it gives.",
 }
 

@@ -349,7 +349,12 @@ TABLE: dict[str, OptionRow] = {
     ),
     **_chapter(
         Subject.SPECULATION,
-        _no_effect("assistant_model", "", kind=OptionKind.ARGUMENT),
+        _argument(
+            "assistant_model",
+            Where.LATE,
+            "Guesses tokens, where that pays: see [drafts.md](drafts.md). Where it cannot, a warning says so. Beside "
+            "`prompt_lookup_num_tokens` it has no effect.",
+        ),
         _no_effect("assistant_tokenizer", "", kind=OptionKind.ARGUMENT),
         _no_effect("assistant_early_exit", ""),
         _honoured(
@@ -367,7 +372,12 @@ TABLE: dict[str, OptionRow] = {
         ),
         _no_effect("use_mtp", ""),
         _no_effect("speculation_type", ""),
-        _no_effect("num_assistant_tokens", ""),
+        _honoured(
+            "num_assistant_tokens",
+            Where.LATE,
+            "The most tokens that `assistant_model` guesses at a time, up to 8.",
+            takes=Takes.WHOLE,
+        ),
         _no_effect("num_assistant_tokens_schedule", ""),
         _no_effect("assistant_confidence_threshold", ""),
         _no_effect("assistant_lookbehind", ""),

@@ -23,7 +23,7 @@ from .base_model import GenerativeModel, base_model
 from .call_arguments import CALL_ARGUMENTS, CallArguments
 from .config_names import with_known_names
 from .end_tokens import settle_end_tokens
-from .option_checks import check_call_arguments, check_generation_config, check_values
+from .option_checks import check_assistant, check_call_arguments, check_generation_config, check_values
 from .option_conflicts import check_samples, check_sampling
 from .option_row import Fate, OptionKind, OptionRow, PromptForm
 from .option_table import TABLE, names
@@ -114,6 +114,7 @@ def _checked_arguments(
         _refuse(TABLE["synced_gpus"], padded)
     arguments = CallArguments(**{name: kwargs.get(name) for name in CALL_ARGUMENTS})
     check_call_arguments(arguments)
+    check_assistant(arguments.assistant_model, kwargs.get("assistant_tokenizer"), model)
     fields = {name: value for name, value in kwargs.items() if name not in CALL_ARGUMENTS}
     check_values(fields)
     return arguments, fields
@@ -150,6 +151,12 @@ def _resolve(
     settle_end_tokens(config, generation_config, fields)
     check_sampling(config)
     warn_of_options(config, fields, was_asked, notices)
+    if arguments.assistant_model is None and was_asked("num_assistant_tokens") and config.num_assistant_tokens:
+        notices("num_assistant_tokens", "`num_assistant_tokens` has no effect without `assistant_model`")
+    if arguments.assistant_model is not None and config.prompt_lookup_num_tokens:
+        notices(
+            "two drafts", "`assistant_model` has no effect beside `prompt_lookup_num_tokens`: leave one of them out"
+        )
     if has_default_length and config.max_new_tokens is None:
         notices(
             "length",

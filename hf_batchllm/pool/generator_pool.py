@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ..config import BatchConfig
 from ..engine.unfinished import Finished, FinishedGenerations, results_kept
-from ..errors import ConfigError, GeneratorBusyError
+from ..errors import ConfigError, GeneratorBusyError, OptionValueError
 from ..inputs.adapters import AS_IT_IS
 from ..inputs.config_fields import ConfigFields, shows_config_fields
 from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
@@ -305,6 +305,9 @@ class GeneratorPool:
         options: dict[str, Any],
         names: Sequence[str] | None = None,
     ) -> GenerateWork:
+        if options.get("assistant_model") is not None:
+            why = "is a model of this process, and those of the pool have none: leave it out, or use BatchGenerator"
+            raise OptionValueError("assistant_model", why)
         ask = partial(self._lead.ask, PartGenerator.checked_job, what="a prompt or an option of this call")
         return checked_work(ask, prompts, config, seed, on_error, options, names, self._config)
 

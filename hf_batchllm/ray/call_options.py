@@ -36,6 +36,7 @@ _FOR_EACH = ("adapter", *(name for name in PROMPT_OPTIONS if name != "tools"))
 _NO_COLUMN = "has no place in a dataset: leave it out"
 _NOT_HERE = {
     "prompt_logprobs": _NO_COLUMN,
+    "assistant_model": "is a model of this process, and workers have none: leave it out",
     "streamer": "follows one sequence, and a cluster runs many: use BatchGenerator",
     "inputs": "is not an option here: the prompts are those of the dataset",
     "on_error": 'is not an option here: it is "record", and the column `error` says why a row has no answer',

@@ -68,6 +68,7 @@ class DecodeGraphs:
         self._pick = pick
         self._advance = advance
         self.most_times = most_times
+        self.size_of = size_of  # the size of the graph for so many rows
         self._notices = notices
         self._graphs: dict[_Kind, DecodeRows] = {}  # captured or not
         self._met: dict[tuple[Any, ...], WorkSeen] = {}
@@ -143,7 +144,7 @@ class DecodeGraphs:
 
         The sizes of earlier steps decide, not the graphs there are: see graph_sizes.
         """
-        size = size_of(rows)
+        size = self.size_of(rows)
         if self._picked_on_device or self._given_up:
             return size
         larger = min((other for other in self._sizes if other >= size), default=size)

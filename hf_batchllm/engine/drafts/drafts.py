@@ -97,9 +97,7 @@ class Drafts:
         """The step with drafts, where they pay: rows that have one are chunks there."""
         if step.chunks or step.times > 1 or not step.rows or len(step.rows) >= self._most_tokens:
             return step
-        if not self.learns_beside:
-            self._learn(step.rows)
-        guesses = {request: guess for request in step.rows if (guess := self._guess(request))}
+        guesses = self._guesses(step.rows)
         drafts = self._that_pay(len(step.rows), guesses) if guesses else {}
         for request in guesses.keys() - drafts.keys():
             if request in self._of_each:
@@ -122,6 +120,11 @@ class Drafts:
 
     def before(self, step: Step) -> None:
         """The tokens of a step without drafts are about to be seen."""
+
+    def _guesses(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
+        if not self.learns_beside:
+            self._learn(requests)
+        return {request: guess for request in requests if (guess := self._guess(request))}
 
     def _learn(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -203,6 +206,9 @@ class Drafts:
 
     def finished(self, request: Request) -> None:
         self._of_each.pop(request, None)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         if self._most(request):
             self._earlier.take(request)
         self._unfinished[request.index] -= 1

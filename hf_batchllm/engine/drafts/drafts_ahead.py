@@ -50,6 +50,7 @@ class DraftsAhead(Drafts):
         super().__init__(*given, **named)
         self._ready_for = ready
         self._waited = 0  # bursts, for graphs
+        self._spent = 0.0  # seconds in which the device made the guesses of the latest step
         self.must_know = False  # the next step has drafts, if any pays
         self._planned: Step | None = None
         self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
@@ -158,9 +159,9 @@ class DraftsAhead(Drafts):
             size = next(size for size in DRAFT_SIZES if size >= step.tokens)
             device, known = now - max(launched, before), self._expected_gap(rows)
             self._device.note(size, device)
-            gap = min(max(launched - before, 0.0), _LONGEST_GAP * known)
+            gap = min(max(launched - before - self._spent, 0.0), _LONGEST_GAP * known)
             self._gap = known + _LATEST * (gap - known)
-            self._check(rows, gained, device + gap)
+            self._check(rows, gained, device + gap + self._spent)
             return
         self._bursts += 1
         ready = launched - began
@@ -169,17 +170,23 @@ class DraftsAhead(Drafts):
             self._gap += _FORGOTTEN * (self._first_gap(rows) - self._gap)
         self._device.note(size_of(rows), (now - max(launched, before)) / step.times)
         ahead = self._device.of(size_of(rows))
-        if self.must_know or self._bursts < _BURSTS or not guesses or ahead is None:
+        if self.must_know or self._bursts < _BURSTS or ahead is None:
+            return
+        drafted, speed = self._expected(step.rows, guesses)
+        if not drafted:
             return
         self._waits -= 1
-        if self._waits > 0:
-            return
-        chances = self._chances(guesses)  # of some rows, which stand for all
-        some = np.resize(chances, (rows, chances.shape[1]))
-        likeliest, speed = self._best(rows, some)
-        if speed * ahead > _MARGIN * rows and self._graphs_are_there(step, rows + len(likeliest)):
+        if self._waits <= 0 and speed * ahead > _MARGIN * rows and self._graphs_are_there(step, rows + drafted):
             self.must_know = True
             self._steps, self._seconds, self._otherwise = 0, 0.0, 0.0
+
+    def _expected(self, requests: Sequence[Request], guesses: dict[Request, list[int]]) -> tuple[int, float]:
+        """With drafts: how many tokens would be guessed, and how many tokens a second come of it. guesses: of some."""
+        if not guesses:
+            return 0, 0.0
+        chances, rows = self._chances(guesses), len(requests)
+        likeliest, speed = self._best(rows, np.resize(chances, (rows, chances.shape[1])))
+        return len(likeliest), speed
 
     def _graphs_are_there(self, step: Step, tokens: int) -> bool:
         """Captured while the device is at work on bursts: between steps with drafts it would wait.
