@@ -175,6 +175,19 @@ def test_little_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
+def test_an_assistant_with_few_positions(device: str) -> None:
+    """An answer beyond these gets no guess."""
+    model, short = model_on(device, "llama"), twin_of(model_on(device, "gpt2"))
+    most = 48
+    short.transformer.wpe = torch.nn.Embedding.from_pretrained(short.transformer.wpe.weight[:most])
+    short.config.n_positions = most
+    plain, drafted = both(model, short)
+    assert told(plain) == told(drafted)
+    assert drafted.report.drafted_tokens > 0
+    assert max(len(each.prompt_token_ids) + len(each.token_ids) for each in plain) > most
+
+
+@pytest.mark.usefixtures("always")
 def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, calls = Assistant._run, []
 

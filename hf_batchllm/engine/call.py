@@ -11,12 +11,10 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..errors import PromptError
-from ..inputs.base_model import base_model
-from ..inputs.long_prompts import context_of
 from ..inputs.plain_values import plain, plain_options
 from ..inputs.prompts import longest_uncut
 from ..model.architecture import Architecture
-from ..model.device_memory import is_device_error, is_out_of_memory
+from ..model.device_memory import is_device_error
 from ..model.image_features import ImageFeatures
 from ..model.invariance import refuse_calls_that_vary
 from ..model.model_in_use import ModelInUse
@@ -27,12 +25,11 @@ from ..planning.base_scheduler import scheduler_name
 from ..planning.call_plan import CallPlan
 from ..planning.claims import Claims
 from ..planning.lineup import Lineup
-from ..planning.requests_and_prefixes import Branch, FinishReason, Request
+from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
 from ..results.run_report import RunReport
 from ..sampling.device_logprobs import MOST_LIKELY
 from ..sampling.earlier_answers import EarlierAnswers
-from ..wording import counted, shown_size
 from .adapter_turns import AdapterTurns
 from .beams.loop import BeamEngine
 from .call_memory import CallMemory
@@ -41,6 +38,7 @@ from .call_report import report_of
 from .device_loop.steps_as_graphs import StepsAsGraphs
 from .drafts.assistant import Assistant
 from .drafts.assistant_model import Assistants
+from .drafts.choose_drafts import open_assistant
 from .expected_time import StepCosts, cost_of_head, usual_rows
 from .invariance_trial import refuse_by_trial
 from .job import Job
@@ -50,6 +48,7 @@ from .price_of_states import price_of_states
 from .progress import Progress, progress_bar
 from .streamer import Feed
 from .timekeeper import Timekeeper
+from .too_long import why_too_long
 from .tracebacks import forget_tensors
 from .wiring import Wiring
 
@@ -160,32 +159,12 @@ class Call:
             self._images.read_first()  # before the model is looked at: whether it changes decides what is kept
         self._use.fuse()
         refuse_by_trial(self._use, self._config)
-        self._open_assistant()
+        # Before the KV cache takes the memory that is free.
+        free = self._kv.memory.free()
+        self._assistant = open_assistant(self.job, self._use, self._config, self._assistants, free, self._notices)
         self._memory = CallMemory(self.job, self.plan, self.outputs, self._use, self._kv, self._config, self._images)
         self._stage = Stage.MEMORY
         self.cache, self._storage = self._memory.open()
-
-    def _open_assistant(self) -> None:
-        """Before the KV cache takes the memory that is free."""
-        job, use = self.job, self._use
-        if job.assistant is None or job.widths is not None or self._ranks.size > 1:
-            return
-        known = self._assistants.of(job.assistant, use.model, use.architecture)
-        if known is None:
-            return
-        lengths = [
-            len(prompt.ids) + new
-            for prompt, new, samples in zip(job.prompts, job.max_new_tokens, job.samples, strict=True)
-            for _ in range(samples)
-        ]
-        try:
-            self._assistant = Assistant(known, self._config, lengths, self._kv.memory.free())
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._notices(
-                "assistant memory", f"`assistant_model` has no effect here: {use.device} has no memory for it"
-            )
 
     def _line_up(self) -> None:
         """Stand prefixes and requests on each other in the cache."""
@@ -198,7 +177,10 @@ class Call:
 
     def _refuse_what_does_not_fit(self, strict: bool) -> None:
         requests = self.lineup.requests
-        problems = {place: self._too_long(requests[place], pages) for place, pages in self.lineup.too_long.items()}
+        kv, model = self._kv, self._use.model
+        problems = {
+            place: why_too_long(requests[place], pages, kv, model) for place, pages in self.lineup.too_long.items()
+        }
         named = {requests[place].index: why for place, why in problems.items()}
         if problems and strict:
             raise PromptError({**self.job.problems, **named})
@@ -207,41 +189,6 @@ class Call:
             refused = {place for place, request in enumerate(requests) if request.index in named}
             self.lineup.requests = [request for place, request in enumerate(requests) if place not in refused]
             self.plan.leave_out(refused)
-
-    def _too_long(self, request: Request, pages: int) -> str:
-        cache, prompt, new = self.cache, request.prompt_tokens, request.max_new_tokens
-        needed, have = pages * self._kv.page_bytes, cache.num_pages * self._kv.page_bytes
-        slots = 0 if cache.slots is None else 1 + (request.width if isinstance(request, Branch) else 0)
-        states = slots * self._kv.architecture.slot_bytes
-        beams = request.width if isinstance(request, Branch) else 1
-        room = cache.num_pages * cache.page_size
-        # The last token is never run.
-        most = (cache.num_pages - -(-prompt // cache.page_size)) // beams * cache.page_size + 1
-        if beams == 1:
-            most = room - prompt + 1
-        grows = "" if new == 1 else f" and may grow by {new:,}"
-        grows += f" in each of {beams:,} beams" if beams > 1 else ""
-        beside = f" beside {shown_size(states, at_least=True)} for its states" if states else ""
-        remedies = []
-        if new > 1:
-            remedies.append("lower `max_new_tokens`" + self._most_new_tokens(most, prompt))
-        else:
-            remedies.append("shorten it")
-        if needed + states <= self._kv.within_reach():
-            remedies.append(f'raise `kv_memory` (to "{shown_size(needed + states, at_least=True)}")')
-        taken = f"{shown_size(needed, at_least=True)} of KV cache{beside}"
-        return (
-            f"has {counted(prompt, 'token')}{grows}, which takes {taken}, and there are {shown_size(have)}, enough for "
-            f"{counted(room, 'token')}: {', or '.join(remedies)}"
-        )
-
-    def _most_new_tokens(self, most: int, prompt: int) -> str:
-        """In words. ``most``: as many as the KV cache has room for; the model's context may be smaller."""
-        context = context_of(base_model(self._use.model).config)
-        if context is not None and 0 < context - prompt + 1 < most:
-            name = self._kv.architecture.name
-            return f" (to {context - prompt + 1:,} at most: {name} was made for {context:,} tokens)"
-        return f" (to {most:,} at most)" if most > 0 else " and shorten it"
 
     def _wire(self) -> None:
         requests, outputs = self.lineup.requests, self.outputs

@@ -66,6 +66,7 @@ class Assistant:
         self._storage, self._cache = KVStorage(pages, size), PagedCache(pages, size)
         if device.type != "cpu":
             self._storage.reserve(known.architecture.attention, kv_dtype(known.model, device), device)
+        self._positions = known.architecture.max_positions
         self._shadows: dict[Request, Request] = {}  # of an answer, what the assistant has of it
         self._guessed: dict[Request, int] = {}  # of a shadow's tokens, how many were the answer's when it guessed last
         self.seconds = 0.0  # that the latest guesses took, without what was run as a prompt
@@ -166,7 +167,7 @@ class Assistant:
     # -- what it has of an answer --------------------------------------------------------------------------------
 
     def _shadow(self, request: Request, tokens: int) -> Request | None:
-        """With the answer's tokens, and pages for so many more; None without room."""
+        """With the answer's tokens, and pages for so many more; None without room, or where it has no positions."""
         shadow = self._shadows.get(request)
         if shadow is None:
             most = request.max_new_tokens + MOST_GUESSED
@@ -177,7 +178,8 @@ class Assistant:
         while same < min(len(known), len(shadow.generated)) and known[same] == shadow.generated[same]:
             same += 1
         upto = shadow.prompt_tokens + len(known) + tokens
-        if self._cache.missing(shadow, upto) > self._cache.free_pages:
+        too_long = self._positions is not None and upto > self._positions
+        if too_long or self._cache.missing(shadow, upto) > self._cache.free_pages:
             if request not in self._shadows:
                 del self._guessed[shadow]
             return None

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ...config import BatchConfig
 from ...inputs.base_model import base_model
+from ...model.device_memory import is_out_of_memory
 from ...model.model_in_use import ModelInUse
 from ...notices import Notices
 from ...planning.base_scheduler import BaseScheduler, lengthens, scheduler_name
@@ -19,6 +21,7 @@ from ..device_loop.run_ahead import RunAhead
 from ..job import Job
 from ..loop import AtOnce, Launcher
 from .assistant import MOST_GUESSED, Assistant
+from .assistant_model import Assistants
 from .assistant_pick import AssistantPick
 from .assisted import AssistedAhead, AssistedDrafts
 from .drafts import Drafts
@@ -87,6 +90,27 @@ def drafts_for(
     ahead: Any = DraftsAhead if assistant is None else AssistedAhead
     drafts = ahead(*given, None, step_tokens, earlier, **named)
     return drafts
+
+
+def open_assistant(
+    job: Job, use: ModelInUse, config: BatchConfig, assistants: Assistants, free: int, notices: Notices
+) -> Assistant | None:
+    """The call's, with the memory that it needs. ``free``: bytes of the device."""
+    if job.assistant is None or job.widths is not None or use.architecture.ranks.size > 1:
+        return None
+    known = assistants.of(job.assistant, use.model, use.architecture)
+    if known is None:
+        return None
+    sequences = zip(job.prompts, job.max_new_tokens, job.samples, strict=True)
+    lengths = [len(prompt.ids) + new for prompt, new, samples in sequences for _ in range(samples)]
+    try:
+        return Assistant(known, config, lengths, free)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        why = f"{use.device} has no memory for it"
+        notices("assistant memory", f"`assistant_model` has no effect here: {why}")
+        return None
 
 
 def _parameters(model: nn.Module) -> int:

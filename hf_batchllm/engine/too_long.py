@@ -1,0 +1,51 @@
+"""Why a prompt does not fit into the KV cache, and what helps."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..inputs.base_model import base_model
+from ..inputs.long_prompts import context_of
+from ..planning.requests_and_prefixes import Branch, Request
+from ..wording import counted, shown_size
+from .kv_memory import KVMemory
+
+
+def why_too_long(request: Request, pages: int, kv: KVMemory, model: nn.Module) -> str:
+    """``pages``: that it needs, and the units below it."""
+    cache = kv.cache
+    assert cache is not None
+    prompt, new = request.prompt_tokens, request.max_new_tokens
+    needed, have = pages * kv.page_bytes, cache.num_pages * kv.page_bytes
+    slots = 0 if cache.slots is None else 1 + (request.width if isinstance(request, Branch) else 0)
+    states = slots * kv.architecture.slot_bytes
+    beams = request.width if isinstance(request, Branch) else 1
+    room = cache.num_pages * cache.page_size
+    # The last token is never run.
+    most = (cache.num_pages - -(-prompt // cache.page_size)) // beams * cache.page_size + 1
+    if beams == 1:
+        most = room - prompt + 1
+    grows = "" if new == 1 else f" and may grow by {new:,}"
+    grows += f" in each of {beams:,} beams" if beams > 1 else ""
+    beside = f" beside {shown_size(states, at_least=True)} for its states" if states else ""
+    remedies = []
+    if new > 1:
+        remedies.append("lower `max_new_tokens`" + _most_new_tokens(most, prompt, kv, model))
+    else:
+        remedies.append("shorten it")
+    if needed + states <= kv.within_reach():
+        remedies.append(f'raise `kv_memory` (to "{shown_size(needed + states, at_least=True)}")')
+    taken = f"{shown_size(needed, at_least=True)} of KV cache{beside}"
+    return (
+        f"has {counted(prompt, 'token')}{grows}, which takes {taken}, and there are {shown_size(have)}, enough for "
+        f"{counted(room, 'token')}: {', or '.join(remedies)}"
+    )
+
+
+def _most_new_tokens(most: int, prompt: int, kv: KVMemory, model: nn.Module) -> str:
+    """In words. ``most``: as many as the KV cache has room for; the model's context may be smaller."""
+    context = context_of(base_model(model).config)
+    if context is not None and 0 < context - prompt + 1 < most:
+        name = kv.architecture.name
+        return f" (to {context - prompt + 1:,} at most: {name} was made for {context:,} tokens)"
+    return f" (to {most:,} at most)" if most > 0 else " and shorten it"
