@@ -1,11 +1,12 @@
 """What drafts save: seconds for lists of prompts, without and with guessed tokens.
 
     python examples/benchmarks/bench_drafts.py --config llama-8b
+    python examples/benchmarks/bench_drafts.py --config llama-8b --assistant llama-1b
 
 The model has random weights, and what it says is never repeated. So guesses are made here: the first run gives the
 answers, and in the second one a guess is the answer itself, in which each token is right with the chance that the table
-names. Everything else is as it is for a real text: what is looked at, when tokens are guessed, what wrong ones cost.
-`invariant=True` is set in both runs, and the answers of both must be the same.
+names. Everything else is as it is for a real text: what is looked at, or what the assistant runs, when tokens are
+guessed, what wrong ones cost. `invariant=True` is set in both runs, and the answers of both must be the same.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.models import load_model
+from hf_batchllm.engine.drafts.assistant import Assistant
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling.text_lookup import TextLookup
 
 GUESSED = 10  # tokens at a time
-LOOKED_UP = TextLookup.guess
+LOOKED_UP, BY_ASSISTANT = TextLookup.guess, Assistant.guess
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,19 @@ class Told:
         lookup.key = key  # type: ignore[attr-defined]
         return self.known[key, sample][len(generated) : len(generated) + most]
 
+    def of_assistant(self, assistant: Assistant, requests: Sequence[Request], tokens: int) -> dict[Request, list[int]]:
+        guesses = BY_ASSISTANT(assistant, requests, tokens)  # which takes its time
+        for request in guesses:
+            answer = self.known[tuple(request.prompt_ids.tolist()), request.sample]
+            made = len(request.generated)
+            guesses[request] = assistant._shadows[request].generated[made:] = answer[made : made + tokens]
+        return guesses
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
+    parser.add_argument("--assistant", help="another shape with random weights, which guesses the tokens")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", default=list(LISTS), help="some of the lists, by their first words")
     parser.add_argument("--times", type=int, default=2, help="calls of which the fastest counts")
@@ -86,8 +98,12 @@ def main(arguments: list[str] | None = None) -> None:
     on_a_cpu = asked.device == "cpu"
     dtype = torch.float32 if on_a_cpu else torch.bfloat16
     model = load_model(None, asked.config, torch.device(asked.device), dtype)
+    assistant = None
+    if asked.assistant is not None:
+        assistant = load_model(None, asked.assistant, torch.device(asked.device), dtype)
     vocabulary = model.config.get_text_config().vocab_size
-    print(f"{asked.config}, {str(dtype).removeprefix('torch.')}, {asked.device}, up to {GUESSED} tokens at a time\n")
+    by = f"guesses of {asked.assistant}" if assistant is not None else f"up to {GUESSED} tokens at a time"
+    print(f"{asked.config}, {str(dtype).removeprefix('torch.')}, {asked.device}, {by}\n")
     print(f"{'':32}{'right':>6}{'without':>10}{'with':>9}{'faster':>8}   {'steps':15}{'guessed, and right'}")
     for name, texts in LISTS.items():
         if not any(name.startswith(some) for some in asked.only):
@@ -100,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
             return [
                 GenerationConfig(
                     max_new_tokens=length, do_sample=True, num_return_sequences=texts.samples,
-                    prompt_lookup_num_tokens=guessed,
+                    prompt_lookup_num_tokens=None if assistant is not None else guessed,
                 )
                 for length in lengths
             ]  # fmt: skip
@@ -110,13 +126,19 @@ def main(arguments: list[str] | None = None) -> None:
         for guessed in (None, GUESSED):
             with BatchGenerator(model, invariant=True, keep_prefixes=0) as generator:
                 for _ in range(1 + asked.times):
-                    guess = LOOKED_UP
+                    own: Any = LOOKED_UP, BY_ASSISTANT
                     if guessed:
                         told = Told(prompts, results[None], texts.right, vocabulary)
-                        guess = told.guess.__get__(told)  # type: ignore[assignment]
-                    with mock.patch.object(TextLookup, "guess", lambda *given, guess=guess: guess(*given)):
+                        own = told.guess, told.of_assistant
+                    with (
+                        mock.patch.object(TextLookup, "guess", lambda *given, guess=own[0]: guess(*given)),
+                        mock.patch.object(Assistant, "guess", lambda *given, guess=own[1]: guess(*given)),
+                    ):
                         begun = time.perf_counter()
-                        results[guessed] = generator.generate(prompts, configs(guessed), seed=7, progress=False)
+                        results[guessed] = generator.generate(
+                            prompts, configs(guessed), seed=7, progress=False,
+                            assistant_model=assistant if guessed else None,
+                        )  # fmt: skip
                         taken = time.perf_counter() - begun
                     seconds[guessed] = min(taken, seconds.get(guessed, float("inf")))
         without, with_it = seconds[None], seconds[GUESSED]
