@@ -16,7 +16,8 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
-from hf_batchllm.engine.drafts import drafts_ahead
+from hf_batchllm.engine.drafts import assisted, drafts_ahead
+from hf_batchllm.engine.drafts.assisted import Assisted
 from hf_batchllm.engine.drafts.drafts import Times
 from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.engine.loop import Engine
@@ -186,6 +187,8 @@ class Calls:
                 for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9), ("_BURSTS_FOR_GRAPHS", 0)):
                     patch.setattr(drafts_ahead, name, value)
                 patch.setattr(StepsAsGraphs, "is_steady", True)
+                patch.setattr(Assisted, "_may_read", lambda *_: True)
+                patch.setattr(assisted, "_SURE", 0.0)
                 result = used.generate(**self.arguments(asks), **arguments | self._drafts())
             expect(
                 torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate(),

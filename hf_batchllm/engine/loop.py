@@ -220,7 +220,9 @@ class Engine:
             return None
         most = self.launcher.most_times
         if drafts is not None:
+            self.timekeeper.switch(drafts.counts_as)
             most = drafts.most_times(step, most)
+            self.timekeeper.switch("scheduling")
         if most > 1 and not step.chunks:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
         return self._next(must_wait) if self.smaller.cut(step) else step
@@ -228,7 +230,11 @@ class Engine:
     def _try(self, step: Step, flights: deque[Flight], may_draft: bool = True) -> None:
         """Launch a step. If it runs out of memory, its parts wait until all others have been seen."""
         drafts = self.drafts if may_draft and self.smaller.most is None else None
-        drafted = step if drafts is None else drafts.added(step)
+        drafted = step
+        if drafts is not None:
+            self.timekeeper.switch(drafts.counts_as)
+            drafted = drafts.added(step)
+            self.timekeeper.switch("scheduling")
         try:
             flights.append(self._launch(drafted))
         except Exception as error:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from ..config import BatchConfig
-from ..errors import OptionValueError, UnsupportedOptionError
+from ..errors import OptionValueError, UnsupportedModelError, UnsupportedOptionError
 from ..wording import a_kind, is_bool, is_whole, shown
 from .base_model import GenerativeModel, base_model
 from .call_arguments import CallArguments
@@ -52,7 +52,13 @@ def check_generation_config(given: Any, name: str = "generation_config") -> None
     raise UnsupportedOptionError(name, f"must be a transformers.GenerationConfig, not {a_kind(given)}: {hint}")
 
 
-_LEAST = {"num_return_sequences": 1, "num_beams": 1, "prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
+_LEAST = {
+    "num_return_sequences": 1,
+    "num_beams": 1,
+    "prompt_lookup_num_tokens": 0,
+    "max_matching_ngram_size": 1,
+    "num_assistant_tokens": 1,
+}
 
 
 def check_values(options: Mapping[str, Any]) -> None:
@@ -197,6 +203,11 @@ def check_assistant(assistant: Any, tokenizer: Any, model: GenerativeModel) -> N
     """``tokenizer``: of the assistant, which `generate` translates by where it is another one."""
     if assistant is None or tokenizer is not None:
         return
+    try:
+        base_model(assistant)
+    except UnsupportedModelError as error:
+        why = f"must be a language model of transformers, not {a_kind(assistant)}"
+        raise OptionValueError("assistant_model", why) from error
     theirs, ours = (base_model(each).config.get_text_config(decoder=True).vocab_size for each in (assistant, model))
     if theirs != ours:
         raise OptionValueError(

@@ -227,7 +227,9 @@ class DecodeGraphs:
     def ready_for_drafts(self, sizes: Sequence[int]) -> bool:
         """Steps with drafts of these sizes will be needed. Whether no graph for them can be captured beforehand now."""
         self._draft_sizes = sizes
-        return not self.prepares or all(_Kind(size, drafts=True) in self._captured() for size in sizes)
+        there = self._captured()
+        missing = any(_Kind(size, drafts=True) not in there for size in sizes)
+        return not missing or not self.prepares or self._is_tight()
 
     def _captured(self) -> set[_Kind]:
         return {kind for kind, graph in self._graphs.items() if graph.captured}

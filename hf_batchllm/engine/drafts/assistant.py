@@ -115,8 +115,11 @@ class Assistant:
         going = list(shadows.values())
         near: list[Request] = []
         far: list[Request] = []
+        rows = 0
         for shadow in going:
-            is_near = shadow.computed >= max(shadow.prompt_tokens, shadow.length - _FEW)
+            unread = shadow.length - shadow.computed
+            is_near = shadow.computed >= shadow.prompt_tokens and unread <= min(_FEW, DRAFT_SIZES[-1] - rows)
+            rows += unread if is_near else 0
             (near if is_near else far).append(shadow)
         first = self._as_prompts(far)
         self.is_steady = not far
@@ -137,6 +140,11 @@ class Assistant:
             made += step.times
         self.seconds = time.perf_counter() - began
         return {request: shadow.generated[-tokens:] for request, shadow in shadows.items()}
+
+    def unread(self, request: Request) -> int:
+        """How many tokens of the prompt and the answer it has to run before it can guess."""
+        shadow = self._shadows.get(request)
+        return request.seen - (0 if shadow is None else min(shadow.computed, request.seen))
 
     def forget(self, request: Request) -> None:
         """The answer has ended."""
@@ -241,12 +249,16 @@ class Assistant:
                 places = batch.tokens.made.numpy()[:, None] + np.arange(batch.burst.times)
                 places %= produced.tokens.shape[1]
                 self.is_steady &= self._steps.is_steady
-                tokens = np.take_along_axis(produced.tokens.cpu().numpy(), places, axis=1)
-                return tokens if last is None else tokens[last]
+                tokens: np.ndarray = np.take_along_axis(produced.tokens.cpu().numpy(), places, axis=1)
+                return (tokens if last is None else tokens[last]).clip(min=0)
             logits = self._runner.step(batch.to(self._use.device))
+            if not shadows:  # parts of prompts, none of which is the last
+                return np.empty((0, 1), dtype=np.int64)
             if last is not None:
                 logits = logits[torch.from_numpy(last).to(logits.device)]
-            return self._pick.of_requests(logits, shadows).cpu().numpy()[:, None]
+            # Where its logits are no numbers there is no token: any will do, and be wrong.
+            picked: np.ndarray = self._pick.of_requests(logits, shadows).clamp(min=0).cpu().numpy()
+            return picked[:, None]
 
 
 def _few_sizes(rows: int) -> int:

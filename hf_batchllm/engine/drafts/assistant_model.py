@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
-from ...errors import BatchLLMError
+from ...errors import BatchLLMError, UnsupportedModelError
 from ...inputs.base_model import base_model, without_compile
 from ...model.architecture import Architecture, inspect_model, look_again
 from ...notices import Notices
@@ -36,7 +37,7 @@ class AssistantModel:
 
 
 class Assistants:
-    """The assistant of a generator's latest call. Its weights stay merged for the next one."""
+    """The assistant of a generator's latest call, if that had one. Its weights stay merged for the next."""
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
@@ -45,6 +46,7 @@ class Assistants:
     def of(self, given: Any, model: nn.Module, architecture: Architecture) -> AssistantModel | None:
         """``given``: as ``assistant_model``, for calls of ``model``. None where it cannot guess: a warning says why."""
         if given is None:
+            self.close()
             return None
         try:
             known = self._known(given)
@@ -52,16 +54,17 @@ class Assistants:
         except BatchLLMError as error:
             why_not = str(error)
         if why_not:
-            self._notices("assistant", f"`assistant_model` has no effect here: {why_not}")
+            self._notices(f"assistant: {why_not}", f"`assistant_model` has no effect here: {why_not}")
             return None
         return known
 
     def _known(self, given: nn.Module) -> AssistantModel:
-        if self._latest is None or self._latest.given is not given:
-            self.close()
-            self._latest = AssistantModel(given)
-        else:
-            self._latest.look_again()
+        if self._latest is not None and self._latest.given is given:
+            with suppress(UnsupportedModelError):  # it has other layers by now
+                self._latest.look_again()
+                return self._latest
+        self.close()
+        self._latest = AssistantModel(given)
         return self._latest
 
     def close(self) -> None:
@@ -79,6 +82,8 @@ def _why_not(assistant: AssistantModel, model: nn.Module, architecture: Architec
         )
     if theirs.vocab_size != architecture.vocab_size:
         return f"{theirs.name} has {theirs.vocab_size:,} tokens and the model {architecture.vocab_size:,}"
+    if assistant.model.training:
+        return f"{theirs.name} is in training mode, where it may draw random numbers: call its eval() first"
     if theirs.device != architecture.device:
         return f"{theirs.name} is on {theirs.device}, and the model on {architecture.device}"
     if theirs.ranks.size > 1:

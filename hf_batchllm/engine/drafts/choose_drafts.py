@@ -96,9 +96,8 @@ def open_assistant(
     job: Job, use: ModelInUse, config: BatchConfig, assistants: Assistants, free: int, notices: Notices
 ) -> Assistant | None:
     """The call's, with the memory that it needs. ``free``: bytes of the device."""
-    if job.assistant is None or job.widths is not None or use.architecture.ranks.size > 1:
-        return None
-    known = assistants.of(job.assistant, use.model, use.architecture)
+    given = None if job.widths is not None or use.architecture.ranks.size > 1 else job.assistant
+    known = assistants.of(given, use.model, use.architecture)
     if known is None:
         return None
     sequences = zip(job.prompts, job.max_new_tokens, job.samples, strict=True)

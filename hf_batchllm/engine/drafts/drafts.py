@@ -67,6 +67,7 @@ class Drafts:
 
     largest_step = 64  # tokens, with drafts: where there are more rows, the next costs nearly as much as the first
     must_know = False  # whether all tokens must be known before the next step
+    counts_as = "scheduling"  # what the time is called in which guesses are made
     learns_beside = False  # whether answers so far are learned from while a step runs
 
     def __init__(
