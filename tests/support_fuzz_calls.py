@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import support_fuzz_models as models
 import torch
+from support_drafts import always_pay
 from support_fuzz_cases import Ask, Case
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
-from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
-from hf_batchllm.engine.drafts import assisted, drafts_ahead
+from hf_batchllm.engine.drafts import assisted
 from hf_batchllm.engine.drafts.assisted import Assisted
 from hf_batchllm.engine.drafts.drafts import Times
-from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.errors import CacheMemoryError
 from hf_batchllm.model.kv_storage import KVStorage
@@ -183,10 +182,7 @@ class Calls:
             with pytest.MonkeyPatch.context() as patch:
                 # As if steps of any size took as long: drafts always pay.
                 patch.setattr(Times, "line", lambda _: (1.0, 0.0))
-                patch.setattr(StepSeconds, "of", lambda *_: 1.0)
-                for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9), ("_BURSTS_FOR_GRAPHS", 0)):
-                    patch.setattr(drafts_ahead, name, value)
-                patch.setattr(StepsAsGraphs, "is_steady", True)
+                always_pay(patch)
                 patch.setattr(Assisted, "_may_read", lambda *_: True)
                 patch.setattr(assisted, "_SURE", 0.0)
                 result = used.generate(**self.arguments(asks), **arguments | self._drafts())

@@ -14,17 +14,15 @@ import pytest
 import torch
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
+from support_drafts import Clock, always_pay
 from support_families import FAMILIES, build, random_prompts
 from support_letter_tokenizers import letter_tokenizer
 from transformers import TextStreamer
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import assistant as assistant_module
-from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.assistant import Assistant
 from hf_batchllm.engine.drafts.assisted import Assisted, AssistedAhead, AssistedDrafts
-from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Step
 
@@ -37,10 +35,7 @@ PAGES = {"page_size": 16}
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens are guessed as may be, up to four."""
-    monkeypatch.setattr(StepSeconds, "of", lambda *_: 1.0)
-    for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9), ("_BURSTS_FOR_GRAPHS", 0)):
-        monkeypatch.setattr(drafts_ahead, name, value)
-    monkeypatch.setattr(StepsAsGraphs, "is_steady", True)
+    always_pay(monkeypatch)
 
     def count(self: Assisted, requests: Sequence[Request]) -> int:
         return max(0, min(4, *map(self._most_of, requests))) if len(requests) == 1 else 4
@@ -394,12 +389,6 @@ def test_a_streamer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # -- when it pays ----------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
 
 class Stub:

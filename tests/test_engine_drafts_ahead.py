@@ -11,6 +11,7 @@ import pytest
 import torch
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on, run_over_twins
+from support_drafts import Clock, always_pay
 from support_families import random_prompts
 from support_parity import pages_of_memory
 
@@ -18,7 +19,6 @@ from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
 from hf_batchllm.engine.device_loop.graph_sizes import DRAFT_SIZES, size_of
-from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
 from hf_batchllm.engine.drafts.step_seconds import StepSeconds
@@ -39,10 +39,7 @@ GPU_PAGES = {"page_size": 16}
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts begin after the first burst, and all guesses pay."""
-    monkeypatch.setattr(StepSeconds, "of", lambda *_: 1.0)
-    for name, value in (("_MARGIN", 0.0), ("_BURSTS", 1), ("_TRIED", 10**9), ("_BURSTS_FOR_GRAPHS", 0)):
-        monkeypatch.setattr(drafts_ahead, name, value)
-    monkeypatch.setattr(StepsAsGraphs, "is_steady", True)
+    always_pay(monkeypatch)
 
 
 def guess_from(answers: BatchResult, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
@@ -264,12 +261,6 @@ def test_which_tokens_count() -> None:
 
 
 # -- when they pay ---------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
 
 def seconds_of(

@@ -160,8 +160,8 @@ class Call:
         self._use.fuse()
         refuse_by_trial(self._use, self._config)
         # Before the KV cache takes the memory that is free.
-        free = self._kv.memory.free()
-        self._assistant = open_assistant(self.job, self._use, self._config, self._assistants, free, self._notices)
+        memory = self._kv.memory
+        self._assistant = open_assistant(self.job, self._use, self._config, self._assistants, memory, self._notices)
         self._memory = CallMemory(self.job, self.plan, self.outputs, self._use, self._kv, self._config, self._images)
         self._stage = Stage.MEMORY
         self.cache, self._storage = self._memory.open()

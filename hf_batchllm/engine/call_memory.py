@@ -14,6 +14,7 @@ from ..model.state_storage import COPIED_AT_ONCE
 from ..planning.call_plan import CallPlan
 from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs
+from .drafts.assistant import MOST_GUESSED
 from .drafts.drafts import Drafts
 from .drafts.drafts_ahead import DraftsAhead
 from .job import Job
@@ -81,7 +82,7 @@ class CallMemory:
         step = largest_step(plan.prompts, plan.sharing, self.step_tokens, self._config, (wanted, most))
         if self._job.widths is not None:
             step = replace(step, samples=min(step.tokens, step.samples * max(self._job.widths)))
-        elif guessed := max((each.config.prompt_lookup_num_tokens or 0 for each in self._job.options), default=0):
+        elif guessed := self._most_guessed():
             largest = DraftsAhead.largest_step if use.device.type == "cuda" else Drafts.largest_step
             rows = min(largest, step.samples * (1 + guessed))  # of which the logits are looked at
             step = replace(step, samples=min(step.tokens, max(step.samples, rows)))
@@ -100,6 +101,12 @@ class CallMemory:
         finally:
             storage.release()
             use.drop_runner()
+
+    def _most_guessed(self) -> int:
+        """Tokens of an answer that may be guessed at a time."""
+        if self._job.assistant is not None:
+            return MOST_GUESSED
+        return max((each.config.prompt_lookup_num_tokens or 0 for each in self._job.options), default=0)
 
     def _with_picking(self, step: LargestStep) -> tuple[LargestStep, int, bool]:
         """The step, the bytes that picking its tokens takes beside it, and whether decode steps may be graphs."""

@@ -24,7 +24,7 @@ from ...model.triton_attention import TritonBackend, WorkSeen
 from ...notices import Notices
 from ...sampling.device_logprobs import DeviceLogProbs
 from .decode_rows import Advance, DecodeRows, Pick, Produced
-from .graph_sizes import DRAFT_SIZES, WORTHWHILE_STEPS, size_of, sizes_to_come
+from .graph_sizes import WORTHWHILE_STEPS, draft_size_of, size_of, sizes_to_come
 from .seats import Seats
 
 _CAPTURE = "graphs: capture"
@@ -154,7 +154,7 @@ class DecodeGraphs:
         return size
 
     def _size_with_drafts(self, rows: int, steps_to_come: int) -> int:
-        size = next(size for size in DRAFT_SIZES if size >= rows)
+        size = draft_size_of(rows)
         captured = {kind.rows for kind in self._captured() if kind.drafts}
         if size not in captured and steps_to_come < _FEW_STEPS:
             size = min((other for other in captured if other > size), default=size)

@@ -29,6 +29,11 @@ def size_of(rows: int) -> int:
     return _SIZES[bisect_left(_SIZES, rows)] if rows <= _SIZES[-1] else -(-rows // _STEP) * _STEP
 
 
+def draft_size_of(rows: int) -> int:
+    """The same for a step with tokens that are guessed."""
+    return next((size for size in DRAFT_SIZES if size >= rows), rows)
+
+
 def next_smaller(size: int) -> int:
     """The next smaller size; 0 below the smallest."""
     if size > _SIZES[-1]:

@@ -25,7 +25,7 @@ from ...planning.requests_and_prefixes import FinishReason, Request
 from ...planning.step import Chunk, Step
 from ...sampling.sampling_kernels import sampling_kernels
 from ..device_loop.decode_graphs import graphs_for
-from ..device_loop.graph_sizes import DRAFT_SIZES
+from ..device_loop.graph_sizes import DRAFT_SIZES, draft_size_of
 from ..device_loop.seats import Seats
 from ..device_loop.steps_as_graphs import StepsAsGraphs
 from .assistant_model import AssistantModel
@@ -53,7 +53,7 @@ class Assistant:
         free: int,  # bytes of the device
     ) -> None:
         self._notices = notices = known.notices
-        self.parameters = sum(parameter.numel() for parameter in known.model.parameters())
+        self.model = known.model
         config = replace(config, invariant=False, keep_prefixes=0)
         device = known.architecture.device
         self._use = use = ModelInUse(known.model, known.architecture, config, known.fusion, notices)
@@ -89,7 +89,7 @@ class Assistant:
             self._config, self._runner, none, pick.in_graphs, advance, MOST_GUESSED, self._notices, None
         )
         if graphs is not None:
-            graphs.size_of = _few_sizes
+            graphs.size_of = draft_size_of  # few sizes: they are captured while the larger model waits
         self._steps = StepsAsGraphs(self._runner, none, graphs, device)
         self._builder = use.builder(most_times=0 if graphs is None else graphs.most_times)
 
@@ -259,8 +259,3 @@ class Assistant:
             # Where its logits are no numbers there is no token: any will do, and be wrong.
             picked: np.ndarray = self._pick.of_requests(logits, shadows).clamp(min=0).cpu().numpy()
             return picked[:, None]
-
-
-def _few_sizes(rows: int) -> int:
-    """Of graphs: they are captured while the larger model waits."""
-    return next((size for size in DRAFT_SIZES if size >= rows), rows)

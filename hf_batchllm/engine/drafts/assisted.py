@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...planning.requests_and_prefixes import Request
 from ...planning.step import Step
-from ..device_loop.graph_sizes import DRAFT_SIZES, size_of
+from ..device_loop.graph_sizes import draft_size_of, size_of
 from .assistant import MOST_ANSWERS, MOST_GUESSED, Assistant
 from .drafts import Drafts
 from .drafts_ahead import DraftsAhead
@@ -25,7 +26,7 @@ _READING, _READING_ON_A_CPU = 1 / 320, 1 / 10
 _SAVED = 0.3  # of the time for an answer's other tokens, at most, is spent on what the assistant has to read before
 
 
-class Assisted(Drafts):
+class Assisted(Drafts, ABC):
     """What both loops have in common. ``ratio``: how large the assistant is, as a part of the model."""
 
     counts_as = "model"
@@ -54,13 +55,13 @@ class Assisted(Drafts):
             self._for_token = known + (_FASTER if taken < known else _SLOWER) * (taken - known)
         return {request: guess[: self._most_of(request)] for request, guess in guesses.items()}
 
+    @abstractmethod
     def _count(self, requests: Sequence[Request]) -> int:
         """How many tokens of each answer are guessed; 0: none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _reading(self, rows: int) -> float:
         """Seconds that the model itself would take for a token of a prompt, as a part of those of a step."""
-        raise NotImplementedError
 
     def _may_read(self, request: Request, requests: Sequence[Request]) -> bool:
         """Whether guesses can save more than it takes the assistant to read what it has not read of an answer."""
@@ -184,8 +185,7 @@ class AssistedAhead(Assisted, DraftsAhead):
 
     def _seconds_with(self, rows: int) -> Callable[[int], float]:
         def seconds(tokens: int) -> float:
-            size = next(size for size in DRAFT_SIZES if size >= tokens)
-            return (self._device.of(size) or 1.0) + self._expected_gap(rows)
+            return (self._device.of(draft_size_of(tokens)) or 1.0) + self._expected_gap(rows)
 
         return seconds
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...config import BatchConfig
 from ...inputs.base_model import base_model
-from ...model.device_memory import is_out_of_memory
+from ...model.device_memory import DeviceMemory, is_out_of_memory
 from ...model.model_in_use import ModelInUse
 from ...notices import Notices
 from ...planning.base_scheduler import BaseScheduler, lengthens, scheduler_name
@@ -80,7 +80,7 @@ def drafts_for(
     if assistant is not None:
         pick = AssistantPick.of(picking, requests, isinstance(launcher, RunAhead), notices)
         assistant.begin(pick, len(requests))
-        named = {"assistant": assistant, "ratio": assistant.parameters / max(_parameters(use.model), 1)}
+        named = {"assistant": assistant, "ratio": _parameters(assistant.model) / max(_parameters(use.model), 1)}
     if isinstance(launcher, AtOnce):
         host: Any = Drafts if assistant is None else AssistedDrafts
         drafts: Drafts = host(*given, launcher.pick_drafted, step_tokens, earlier, **named)
@@ -93,9 +93,9 @@ def drafts_for(
 
 
 def open_assistant(
-    job: Job, use: ModelInUse, config: BatchConfig, assistants: Assistants, free: int, notices: Notices
+    job: Job, use: ModelInUse, config: BatchConfig, assistants: Assistants, memory: DeviceMemory, notices: Notices
 ) -> Assistant | None:
-    """The call's, with the memory that it needs. ``free``: bytes of the device."""
+    """The call's, with the memory that it needs."""
     given = None if job.widths is not None or use.architecture.ranks.size > 1 else job.assistant
     known = assistants.of(given, use.model, use.architecture)
     if known is None:
@@ -103,7 +103,7 @@ def open_assistant(
     sequences = zip(job.prompts, job.max_new_tokens, job.samples, strict=True)
     lengths = [len(prompt.ids) + new for prompt, new, samples in sequences for _ in range(samples)]
     try:
-        return Assistant(known, config, lengths, free)
+        return Assistant(known, config, lengths, memory.free())
     except Exception as error:
         if not is_out_of_memory(error):
             raise

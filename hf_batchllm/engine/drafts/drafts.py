@@ -153,7 +153,7 @@ class Drafts:
         room = self._most_tokens - rows
         line = self._times.line()
         if line is None:  # so that it is known what they cost, beside a step without
-            return _first_of(guesses, dict.fromkeys(list(guesses)[:room], 1)) if self._times.any else {}
+            return first_of(guesses, dict.fromkeys(list(guesses)[:room], 1)) if self._times.any else {}
         for_step, for_token = line
         tokens, seconds = float(rows), for_step + for_token * rows
         # In the order of how likely each is to be right, and all before it.
@@ -176,7 +176,7 @@ class Drafts:
             self._without = 0
             longest = max(guesses, key=lambda request: len(guesses[request]))
             counts[longest] = min(_PROBE, room)
-        return _first_of(guesses, counts)
+        return first_of(guesses, counts)
 
     def _rate_of(self, request: Request) -> float:
         of_all = self._of_all[0] / self._of_all[1]
@@ -217,7 +217,7 @@ class Drafts:
             self._lookups.pop(request.index, None)
 
 
-def _first_of(guesses: dict[Request, list[int]], counts: dict[Request, int]) -> dict[Request, list[int]]:
+def first_of(guesses: dict[Request, list[int]], counts: dict[Request, int]) -> dict[Request, list[int]]:
     return {request: guesses[request][:count] for request, count in counts.items() if count > 0}
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from ...planning.requests_and_prefixes import Request
 from ...planning.step import Chunk, Step
-from ..device_loop.graph_sizes import DRAFT_SIZES, size_of
-from .drafts import Drafts
+from ..device_loop.graph_sizes import DRAFT_SIZES, draft_size_of, size_of
+from .drafts import Drafts, first_of
 from .step_seconds import StepSeconds
 
 _LOOKED_AT = 16  # rows of a burst whose tokens are held against guesses
@@ -103,7 +103,7 @@ class DraftsAhead(Drafts):
         if ahead is not None and speed * ahead <= _ENOUGH * rows:
             return {}
         counts = np.bincount(likeliest, minlength=len(guesses)).tolist()
-        return {request: guesses[request][:count] for request, count in zip(guesses, counts, strict=True) if count}
+        return first_of(guesses, dict(zip(guesses, counts, strict=True)))
 
     def _chances(self, guesses: dict[Request, list[int]]) -> np.ndarray:  # [requests, most]
         """That each token is right, and all before it; 0 where there is none."""
@@ -156,7 +156,7 @@ class DraftsAhead(Drafts):
             return
         rows = len(step.rows)
         if step.drafts:
-            size = next(size for size in DRAFT_SIZES if size >= step.tokens)
+            size = draft_size_of(step.tokens)
             device, known = now - max(launched, before), self._expected_gap(rows)
             self._device.note(size, device)
             gap = min(max(launched - before - self._spent, 0.0), _LONGEST_GAP * known)
