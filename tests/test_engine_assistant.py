@@ -29,7 +29,7 @@ from hf_batchllm.planning.step import Step
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
 NEW_TOKENS = 40
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequences": 2}
-PAGES = {"page_size": 16}
+PAGES = {"page_size": 16, "steps_per_sync": 3}  # on a GPU as on a CPU, so that guesses begin as early
 
 
 @pytest.fixture

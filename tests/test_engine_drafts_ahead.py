@@ -13,10 +13,12 @@ from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on, run_over_twins
 from support_drafts import Clock, always_pay
 from support_families import random_prompts
+from support_fuzz_calls import multiply_in_blocks
 from support_parity import pages_of_memory
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+from hf_batchllm.engine.device_loop.decode_rows import DecodeRows, RowsWork
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
 from hf_batchllm.engine.device_loop.graph_sizes import DRAFT_SIZES, size_of
 from hf_batchllm.engine.drafts import drafts_ahead
@@ -26,6 +28,7 @@ from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.draft_rows import DraftRows
 from hf_batchllm.model.torch_attention import TorchBackend
 from hf_batchllm.model.triton_attention import TritonBackend
+from hf_batchllm.planning.draft_room import DraftRoom
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
 from hf_batchllm.sampling.text_lookup import TextLookup
@@ -33,7 +36,7 @@ from hf_batchllm.sampling.text_lookup import TextLookup
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
 NEW_TOKENS = 40
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequences": 2}
-GPU_PAGES = {"page_size": 16}
+ON_A_GPU = {"page_size": 16, "steps_per_sync": 3}  # as on a CPU, so that guesses begin as early
 
 
 @pytest.fixture
@@ -73,9 +76,9 @@ def both(
     """Without drafts, and with drafts of which some are wrong."""
     options = {"max_new_tokens": NEW_TOKENS, "progress": False, **options}
     model = model_on(device, family)
-    with BatchGenerator(model, **GPU_PAGES | config) as generator:
+    with BatchGenerator(model, **ON_A_GPU | config) as generator:
         plain = generator.generate(PROMPTS, **options)
-    with monkeypatch.context() as patch, BatchGenerator(model, **GPU_PAGES | config) as generator:
+    with monkeypatch.context() as patch, BatchGenerator(model, **ON_A_GPU | config) as generator:
         guess_from(plain, patch, wrong)
         drafted = generator.generate(PROMPTS, prompt_lookup_num_tokens=guessed, **options)
     return plain, drafted
@@ -162,7 +165,7 @@ def test_where_memory_is_short_steps_run_ahead_as_ever(device: str, monkeypatch:
             raise torch.OutOfMemoryError("no memory for this one")
         return own(self, step)
 
-    with BatchGenerator(model, steps_per_sync=32, **GPU_PAGES) as generator:
+    with BatchGenerator(model, **ON_A_GPU | {"steps_per_sync": 32}) as generator:
         plain = generator.generate(PROMPTS, **options)
         guess_from(plain, monkeypatch, 0.2)
         monkeypatch.setattr(Engine, "_launch", launch)
@@ -186,11 +189,11 @@ def test_some_look_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         GenerationConfig(max_new_tokens=NEW_TOKENS, repetition_penalty=1.3 if place % 2 else 1.0) for place in range(8)
     ]
     model = model_on(device, "llama")
-    with BatchGenerator(model, **GPU_PAGES) as generator:
+    with BatchGenerator(model, **ON_A_GPU) as generator:
         plain = generator.generate(PROMPTS, configs, progress=False)
     for config in configs:
         config.prompt_lookup_num_tokens = 5
-    with BatchGenerator(model, **GPU_PAGES) as generator:
+    with BatchGenerator(model, **ON_A_GPU) as generator:
         guess_from(plain, monkeypatch, 0.2)
         with pytest.warns(UserWarning, match="no tokens are guessed for 4 prompts: the GPU looks back"):
             drafted = generator.generate(PROMPTS, configs, progress=False)
@@ -212,7 +215,7 @@ def test_where_there_are_none_a_warning_says_so(device: str, options: dict[str, 
     if "output_scores" in options:
         prompts = torch.tensor(prompts, device=device)
     with (
-        BatchGenerator(model_on(device, "llama"), **GPU_PAGES) as generator,
+        BatchGenerator(model_on(device, "llama"), **ON_A_GPU) as generator,
         pytest.warns(UserWarning, match=f"no effect here.*{why}"),
     ):
         generator.generate(prompts, **asked)
@@ -241,7 +244,72 @@ def test_graphs_are_captured_before_the_first_step_with_drafts(
     monkeypatch.setattr(DecodeGraphs, "_make", make)
     monkeypatch.setattr(DecodeGraphs, "run", run)
     assert_same(*both(device, monkeypatch, {"steps_per_sync": 8}, max_new_tokens=tokens))
-    assert made == ([(64, False), (16, False)] if tokens == 400 else [(64, False)])
+    assert made == [(64, False)]
+
+
+def test_which_graphs_are_worth_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for few rows only if many steps are left with so few."""
+    requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 100) for place in range(40)]
+    drafts = DraftsAhead(lambda _: 8, lambda _: 3, requests, lambda _, end: end, None, 10**6)
+    monkeypatch.setattr(drafts, "_of_all", (0.5, 1.0))
+    for size, seconds in ((16, 0.005), (64, 0.006), (128, 0.007), (256, 0.010)):
+        drafts._device.note(size, seconds)
+    assert drafts._sizes_to_come(requests, 40 * 5) == [256]  # all end at the same time
+    for place, request in enumerate(requests):
+        request.max_new_tokens = 100 + 20 * place
+    assert drafts._sizes_to_come(requests, 40 * 5) == [128, 256]
+    for place, request in enumerate(requests):
+        request.max_new_tokens = 100 + 200 * place
+    assert drafts._sizes_to_come(requests, 40 * 5) == [16, 64, 128, 256]
+    assert drafts._sizes_to_come(requests[:20], 60) == [16, 64]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("config", [{}, {"cuda_graphs": False}, {"invariant": True}], ids=str)
+def test_lists_are_made_once_for_many_steps(
+    device: str, family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is guessed in each of them, and whichever answers have ended since."""
+    made, steps, own, own_load = [0], [0], RowsWork.load, DecodeRows.load
+
+    def load_lists(self: RowsWork, step: Any) -> None:
+        made[0] += self._drafts
+        own(self, step)
+
+    def load(self: DecodeRows, batch: Any, work: Any) -> None:
+        steps[0] += batch.draft_rows is not None
+        own_load(self, batch, work)
+
+    monkeypatch.setattr(RowsWork, "load", load_lists)
+    monkeypatch.setattr(DecodeRows, "load", load)
+    options = SAMPLED | {"eos_token_id": list(range(0, 97, 31)), "max_new_tokens": 120}
+    if device == "cpu" and config.get("invariant"):
+        multiply_in_blocks(monkeypatch)
+        monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    plain, drafted = both(device, monkeypatch, config, 0.5, family=family, guessed=3, logprobs=1, **options)
+    assert_same(plain, drafted)
+    if config.get("invariant"):
+        assert [each.logprobs for each in plain] == [each.logprobs for each in drafted]
+    ended = len({len(each.token_ids) for each in plain})
+    assert ended > 6 and steps[0] > 30 and made[0] < 0.3 * steps[0]
+
+
+def test_rows_have_room() -> None:
+    requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 20) for place in range(4)]
+    for place, request in enumerate(requests):
+        request.generated = [10 + place]
+    room = DraftRoom.of(requests, np.array([3, 1, 2, 4]), np.array([9, 9, 9, 5]), 16)
+    assert room.total == 10 and room.begin.tolist() == [0, 3, 4, 6]
+    assert [room.most(request) for request in requests] == [2, 0, 1, 1]
+    assert room.holds(requests[1:]) and not room.holds([*requests, Request(4, np.array([1]), 2)])
+    going = [requests[0], requests[2], requests[3]]
+    rows = DraftRows.of(Step(going, drafts=[Chunk(requests[0], 3, 5, (7,)), Chunk(requests[3], 3, 5, (9,))], room=room))
+    assert rows.total == 10 and np.arange(10)[rows.places].tolist() == [0, 1, 4, 6, 7]
+    idle, last = rows.idle()
+    assert idle.tolist() == [2, 5, 8, 9] and rows.ids[last].tolist() == [7, 12, 9, 9]
+    requests[3].generated += [1, 2]
+    assert room.holds(requests[:3]) and not room.holds(requests)
 
 
 def test_which_tokens_count() -> None:

@@ -159,7 +159,8 @@ class AttentionBatch:
     span_position: np.ndarray  # [spans]
     rows: int  # how many of the tokens are decode rows; each is a span, unless a draft goes on from it
     page_size: int
-    growth: np.ndarray | None = None  # [rows]  tokens that a row gains while the batch is run again; None: it runs once
+    # [spans]  tokens that a row gains while the batch is run again, if all spans are decode rows; None: it runs once
+    growth: np.ndarray | None = None
     two_way: TwoWay | None = None  # only if some token sees further than to itself
     copies: Copies | None = None  # K and V to be copied, in each layer, once those of the step are written
 
@@ -176,6 +177,23 @@ class AttentionBatch:
             return np.zeros(len(self.span_begin), dtype=bool)
         further: np.ndarray = np.maximum.reduceat(self.two_way.sees_to - self.positions, self.span_begin) > 1
         return further
+
+    def in_room(self, drafts: DraftRows) -> AttentionBatch:
+        """With all rows that there is room for, and for as many positions: what is read by these holds for many steps.
+
+        Slots stay those of the rows that are not idle.
+        """
+        room, which = drafts.room, drafts.which
+        if room is None:
+            return self
+        rows, begin = room.rows[which], room.begin[which]
+        nth = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
+        positions = np.zeros(room.total, dtype=np.int64)
+        positions[np.repeat(begin, rows) + nth] = np.repeat(self.span_position, rows) + nth
+        growth = room.ends[which] - self.span_position - rows
+        return replace(
+            self, positions=positions, span_begin=begin, span_end=begin + rows, rows=room.total, growth=growth
+        )
 
     def row_by_row(self) -> AttentionBatch:
         """The same with each decode row as a span of its own, also those of a draft."""

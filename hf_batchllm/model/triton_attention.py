@@ -287,7 +287,7 @@ class StepWork(WorkSource):
     def _readers(self, spans: slice) -> Readers:
         begin, rows = self._begin[spans], (self._end - self._begin)[spans]
         ends = self._position[spans] + rows
-        if self.batch.growth is not None:  # then all spans are decode rows
+        if self.batch.growth is not None:
             ends = ends + self.batch.growth
         return Readers(self._unit[spans], begin, rows, ends)
 

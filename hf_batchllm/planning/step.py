@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .draft_room import DraftRoom
 from .requests_and_prefixes import Request, Unit
 
 
@@ -42,7 +43,8 @@ class Step:
     several times before the host sees their tokens: each run takes the token that the run before it gave.
 
     ``drafts``: of rows that tokens are guessed for, the last known token and the guesses, where each of these tokens is
-    a row of its own. Elsewhere they are among ``chunks``, in place of their rows.
+    a row of its own. Elsewhere they are among ``chunks``, in place of their rows. ``room``: where these rows stand, if
+    not one behind the other.
     """
 
     rows: list[Request] = field(default_factory=list)
@@ -50,6 +52,7 @@ class Step:
     times: int = 1  # how often the rows run; set by the engine. A row that may have no more tokens leaves earlier
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target) slots of states; made before it runs
     drafts: list[Chunk] = field(default_factory=list)
+    room: DraftRoom | None = None
     _sampling: list[Request] | None = None
 
     @property

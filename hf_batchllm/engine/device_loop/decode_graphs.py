@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,12 @@ from ...errors import RanksError
 from ...kernels.work_lists import NoRoom
 from ...model.batch import ModelBatch
 from ...model.code_reach import PlainReads
+from ...model.draft_rows import DraftRows
 from ...model.kv_storage import KVStorage
 from ...model.owners_code import is_theirs
 from ...model.owners_state import OwnersState, not_in_graphs
 from ...model.runner import ModelRunner
-from ...model.triton_attention import TritonBackend, WorkSeen
+from ...model.triton_attention import StepWork, TritonBackend, WorkSeen
 from ...notices import Notices
 from ...sampling.device_logprobs import DeviceLogProbs
 from .decode_rows import Advance, DecodeRows, Pick, Produced
@@ -105,21 +107,27 @@ class DecodeGraphs:
         """
         if batch.burst is None or not self.does_all:
             return None
-        rows = batch.attention.rows
-        drafts = batch.draft_rows is not None
-        kind = _Kind((self._size_with_drafts if drafts else self._size_for)(rows, steps_to_come), drafts)
+        with_drafts, attention = batch.draft_rows, batch.attention
+        drafts = with_drafts is not None
+        rows = attention.rows if with_drafts is None else with_drafts.total
+        size = self._size_for(rows, steps_to_come) if with_drafts is None else self._size_of(with_drafts, steps_to_come)
+        kind = _Kind(size, drafts)
         held = self._graphs.get(kind)
         checks_later = self._checks_later and held is not None and held.captured
         if not checks_later:
             self._drop_outdated()
         graph = self._graphs.get(kind) or self._make(kind)
-        step = self._backend.work_of(batch.attention)
+
+        @cache
+        def work() -> StepWork:
+            return self._backend.work_of(attention if with_drafts is None else attention.in_room(with_drafts))
+
         try:
-            graph.load(batch, step)
+            graph.load(batch, work)
         except NoRoom:  # rows made for this burst have room for it
             self._forget(graph)
             graph = self._make(kind)
-            graph.load(batch, step)
+            graph.load(batch, work)
         if batch.states is not None:
             self.storage.states.copy(batch.states.copies)
         times = batch.burst.times
@@ -139,6 +147,15 @@ class DecodeGraphs:
         self.steps += times if graph.captured else 0
         return graph.settle(rows, keep=not drafts)
 
+    def only_replays(self, batch: ModelBatch) -> bool:
+        """Whether a step with drafts is no more than a replay of a graph, whose lists are there."""
+        drafts, burst = batch.draft_rows, batch.burst
+        if drafts is None or burst is None or self.model_may_have_changed or not self.does_all:
+            return False
+        kind = _Kind(self._size_of(drafts, int(burst.left.max())), True)
+        graph = self._graphs.get(kind)
+        return graph is not None and graph.captured and graph.has_lists_of(drafts.room)
+
     def _size_for(self, rows: int, steps_to_come: int) -> int:
         """Where the host picks, the device waits while a graph is captured, so graphs of more rows serve these, too.
 
@@ -153,8 +170,10 @@ class DecodeGraphs:
         self._sizes.add(size)
         return size
 
-    def _size_with_drafts(self, rows: int, steps_to_come: int) -> int:
-        size = draft_size_of(rows)
+    def _size_of(self, drafts: DraftRows, steps_to_come: int) -> int:
+        if drafts.room is not None:
+            return drafts.room.size
+        size = draft_size_of(drafts.total)
         captured = {kind.rows for kind in self._captured() if kind.drafts}
         if size not in captured and steps_to_come < _FEW_STEPS:
             size = min((other for other in captured if other > size), default=size)

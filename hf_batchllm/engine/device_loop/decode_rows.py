@@ -21,9 +21,11 @@ from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
 from ...model.triton_attention import StepWork, TritonBackend, WorkSeen, WorkSource
 from ...patches.autocast_around import autocasts_within
+from ...planning.draft_room import DraftRoom
 from ...planning.requests_and_prefixes import NO_SLOT
 from ...sampling.device_logprobs import DeviceLogProbs, NotedRows
 from .graph_capture import capturing, own_copies
+from .packed_rows import PackedRows
 from .seats import Seats
 
 # (logits [rows, vocabulary], seats [rows], new tokens so far [rows]) -> tokens [rows], -1 for none
@@ -31,6 +33,9 @@ Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (rows, picked tokens, eos tokens, page size, each row's set of eos tokens), as `sample_triton.advance`
 Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]
 
+# The fields of a row, but for what it gives.
+_LONGS = "seat", "token", "position", "slot"
+_INTS = "length", "made", "remaining", "status", "start", "pages"
 _ROOM_TO_GROW = 1.3  # lists have room for so many times the work that they are first made for
 
 
@@ -162,24 +167,17 @@ class DecodeRows:
         device = seats.last.device
         pages = (most_times - 1) // self._page_size + 2  # that a row may write to in a burst
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
         with torch.inference_mode(False):  # a later burst may run outside of it
-            self._state = Rows(
-                token=zeros(rows, dtype=torch.long),
-                position=zeros(rows, dtype=torch.long),
-                length=zeros(rows),
-                slot=zeros(rows, dtype=torch.long),
-                made=zeros(rows),
-                remaining=zeros(rows),
-                status=zeros(rows),
-                start=zeros(rows),
-                pages=zeros(rows, pages),
-                produced=zeros(rows, most_times, dtype=torch.long),
-            )
-            self._seat = zeros(rows, dtype=torch.long)
-            self._which = None if seats.which is None else zeros(rows)  # each row's set of eos tokens
+            longs, ints = dict.fromkeys(_LONGS, 1), dict.fromkeys(_INTS, 1) | {"pages": pages}
+            self._packed = PackedRows(rows, longs, ints, device)
+            given = {name: self._packed.field(name) for name in (*longs, *ints)}
+            self._seat = given.pop("seat")
+            produced = torch.zeros(rows, most_times, dtype=torch.long, device=device)
+            self._state = Rows(**given, produced=produced)
+            self._which = (
+                None if seats.which is None else torch.zeros(rows, dtype=torch.int32, device=device)
+            )  # each row's set of eos tokens
+        self._room: DraftRoom | None = None  # that the lists were made for
         self._logits: torch.Tensor | None = None  # of the latest run, where the host picks
         self._captured_logits: torch.Tensor | None = None  # where each replay puts its own
         self._noting = noting
@@ -193,32 +191,34 @@ class DecodeRows:
     def captured(self) -> bool:
         return self._graph is not None
 
-    def load(self, batch: ModelBatch, step: StepWork) -> None:
+    def load(self, batch: ModelBatch, work: Callable[[], StepWork]) -> None:
         """Fill in the next burst. NoRoom if its work lists do not fit."""
-        burst, state = batch.burst, self._state
+        burst, state, drafts = batch.burst, self._state, batch.draft_rows
         assert burst is not None
-        assert step.rows == batch.attention.rows, "rows without a place in the lists would see nothing"
-        self.work.load(step)
-        rows, tokens, positions = batch.attention.rows, batch.tokens, batch.attention.positions
-        from_seats = self._seats.keep_tokens and batch.draft_rows is None
+        self._load_lists(batch, work)
+        tokens, lengths = batch.tokens, batch.attention.positions + 1
+        places = slice(batch.attention.rows) if drafts is None else drafts.places
+        from_seats = self._seats.keep_tokens and drafts is None
         no_request = len(self._seats.last) - 1
-        given = [  # (destination, values, filler for padding rows)
-            (self._seat, tokens.row_seats.numpy(), no_request),
-            (state.position, tokens.position_ids.numpy(), 0),
-            (state.slot, batch.attention.slots.numpy(), -1),
-            (state.length, positions + 1, 0),
-            (state.made, tokens.made.numpy(), 0),
-            (state.remaining, burst.left, 0),
-            (state.status, RUNNING, PADDING),
-            (state.start, burst.start, 0),
-            *((column, pages, -1) for column, pages in zip(state.pages.T, burst.pages.T, strict=True)),
-            *([] if from_seats else [(state.token, tokens.input_ids.numpy(), 0)]),
-        ]
-        numbers = np.empty((len(given), self.rows), dtype=np.int64)  # all in one copy to the device
-        for line, (_, values, filler) in zip(numbers, given, strict=True):
-            line[:rows], line[rows:] = values, filler
-        for line, (destination, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
-            destination.copy_(line)
+        packed, fields = self._packed.on_host()
+        for name, values, filler in (  # the filler is for padding rows
+            ("seat", tokens.row_seats.numpy(), no_request),
+            ("token", 0 if from_seats else tokens.input_ids.numpy(), 0),
+            ("position", tokens.position_ids.numpy(), 0),
+            ("slot", batch.attention.slots.numpy(), -1),
+            ("length", lengths, 0),
+            ("made", tokens.made.numpy(), 0),
+            ("remaining", burst.left, 0),
+            ("status", RUNNING, PADDING),
+            ("start", burst.start, 0),
+            ("pages", burst.pages, -1),
+        ):
+            fields[name].fill(filler)
+            fields[name][places] = values
+        if drafts is not None:
+            idle, last = drafts.idle()
+            fields["length"][idle] = lengths[last]  # how far a block reads is what its last row sees, idle or not
+        self._packed.send(packed)
         if from_seats:
             state.token.copy_(self._seats.last[self._seat])
         if self._which is not None and self._seats.which is not None:
@@ -226,10 +226,9 @@ class DecodeRows:
         if self._states is not None and batch.states is not None:
             spans = self._states.spans
             for slots, column in ((batch.states.source, spans.source), (batch.states.target, spans.target)):
-                padded = np.full(
-                    self.rows, NO_SLOT, dtype=np.int32
-                )  # a row that has ended moves a state that is its own
-                padded[:rows] = slots
+                # A row that has ended moves a state that is its own.
+                padded = np.full(self.rows, NO_SLOT, dtype=np.int32)
+                padded[places] = slots
                 column.copy_(sent(torch.from_numpy(padded), state.token.device))
         if self._seats.any_eos:
             ended = self._seats.ended[self._seat]
@@ -237,6 +236,19 @@ class DecodeRows:
             state.slot.masked_fill_(ended, -1)
             state.length.masked_fill_(ended, 0)
         state.produced.fill_(-1)
+
+    def _load_lists(self, batch: ModelBatch, work: Callable[[], StepWork]) -> None:
+        """Those of a room for drafts stay for all steps in it."""
+        room = None if batch.draft_rows is None else batch.draft_rows.room
+        if self.has_lists_of(room):
+            return
+        self._room, step = None, work()
+        assert room is not None or step.rows == batch.attention.rows, "rows that are not in the lists see nothing"
+        self.work.load(step)
+        self._room = room
+
+    def has_lists_of(self, room: DraftRoom | None) -> bool:
+        return room is not None and room is self._room
 
     def run(self) -> None:
         """Run the rows once: each gets its next token."""

@@ -26,7 +26,7 @@ class GraphLauncher(StepsAsGraphs, ABC):
             self._still_running = StillRunning(requests, self.graphs.storage, most_rows)
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
-        with self.surroundings():
+        with self.surroundings(runs_model=self.graphs is None or not self.graphs.only_replays(batch)):
             return self._launch(batch, sampling)
 
     @abstractmethod

@@ -24,6 +24,9 @@ from .graph_launcher import GraphLauncher
 from .seats import Seats
 
 
+_ALL = slice(None)
+
+
 class RunAhead(GraphLauncher):
     """A ``Launcher`` whose steps go to the device without waiting for the tokens of earlier ones."""
 
@@ -79,7 +82,7 @@ class RunAhead(GraphLauncher):
             produced = self.graphs.run(batch, int(batch.burst.left.max()))
         if produced is not None:
             places = batch.tokens.made.numpy()[:, None] % produced.tokens.shape[1]
-            seen = self._seen(produced.tokens, produced.noted, places)
+            seen = self._seen(produced.tokens, produced.noted, places, rows.places)
         else:
             tokens = (batch := batch.to(self.seats.last.device)).tokens
             logits = self.runner.step(batch)
@@ -119,20 +122,26 @@ class RunAhead(GraphLauncher):
 
     @staticmethod
     def _seen(
-        tokens: torch.Tensor, noted: NotedRows | None, places: np.ndarray | None
+        tokens: torch.Tensor,
+        noted: NotedRows | None,
+        places: np.ndarray | None,
+        rows: np.ndarray | slice = _ALL,
     ) -> Callable[[], tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]]:
         """Start copies to the host. What comes back gives them: the tokens, and the ids and values of notes.
 
-        places: [rows, times], where a row's tokens and notes stand in it; None: in their order.
+        rows: those that are asked for. places: [rows, times], where a row's tokens and notes stand in it; None: in
+        their order.
         """
         copied = start_copy_to_host(tokens)
         copied_notes = None if noted is None else noted.copied()
 
         def seen() -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-            found = copied() if places is None else np.take_along_axis(copied(), places, axis=1)
+            found = copied()[rows]
+            if places is not None:
+                found = np.take_along_axis(found, places, axis=1)
             if copied_notes is None:
                 return found, None
-            ids, values = copied_notes()
+            ids, values = (each[rows] for each in copied_notes())
             if places is not None:
                 ids, values = (np.take_along_axis(each, places[:, :, None], axis=1) for each in (ids, values))
             return found, (ids, values)

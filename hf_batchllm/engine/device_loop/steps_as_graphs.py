@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -52,13 +52,13 @@ class StepsAsGraphs:
         return self.graphs.most_times if self.graphs is not None and self.graphs.does_all else 1
 
     @contextmanager
-    def surroundings(self) -> Iterator[None]:
-        """Where a step runs."""
+    def surroundings(self, runs_model: bool = True) -> Iterator[None]:
+        """Where a step runs. ``runs_model``: False if it is a replay and nothing else, to save the host's time."""
         if self._stream is not None:
             self._outside = torch.cuda.current_stream()
         if self.graphs is not None:
             self.graphs.replays, self.graphs.is_steady = False, True
-        with torch.cuda.stream(self._stream), self.runner.surroundings():  # which are those of the stream
+        with torch.cuda.stream(self._stream), self.runner.surroundings() if runs_model else nullcontext():
             yield
         self._outside = None
 

@@ -104,16 +104,18 @@ class Drafts:
             if request in self._of_each:
                 right, tried = self._of_each[request]
                 self._of_each[request] = _KEPT_WITHOUT * right, _KEPT_WITHOUT * tried
+        return self._with(step, drafts) if drafts else step
+
+    def _with(self, step: Step, drafts: dict[Request, list[int]]) -> Step:
         chunks = []
         for request, draft in drafts.items():
             end = self._lengthen(request, request.length + len(draft))
             if there := draft[: end - request.length]:
-                chunks.append(Chunk(request, request.length - 1, request.length + len(there), tuple(there)))
-        return self._with(step, chunks) if chunks else step
-
-    def _with(self, step: Step, drafts: list[Chunk]) -> Step:
-        with_one = {chunk.unit for chunk in drafts}
-        return Step([request for request in step.rows if request not in with_one], drafts, copies=step.copies)
+                chunks.append(draft_of(request, there))
+        if not chunks:
+            return step
+        with_one = {chunk.unit for chunk in chunks}
+        return Step([request for request in step.rows if request not in with_one], chunks, copies=step.copies)
 
     def most_times(self, step: Step, most: int) -> int:
         """How often the rows of a step may run before their tokens are seen, of the ``most`` that may be."""
@@ -215,6 +217,10 @@ class Drafts:
         self._unfinished[request.index] -= 1
         if not self._unfinished[request.index]:
             self._lookups.pop(request.index, None)
+
+
+def draft_of(request: Request, guess: Sequence[int]) -> Chunk:
+    return Chunk(request, request.length - 1, request.length + len(guess), tuple(guess))
 
 
 def first_of(guesses: dict[Request, list[int]], counts: dict[Request, int]) -> dict[Request, list[int]]:

@@ -9,16 +9,16 @@ host between two steps, is measured all along; the way of running that gives mor
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ...planning.draft_room import DraftRoom
 from ...planning.requests_and_prefixes import Request
-from ...planning.step import Chunk, Step
+from ...planning.step import Step
 from ..device_loop.graph_sizes import DRAFT_SIZES, draft_size_of, size_of
-from .drafts import Drafts, first_of
+from .drafts import Drafts, draft_of, first_of
 from .step_seconds import StepSeconds
 
 _LOOKED_AT = 16  # rows of a burst whose tokens are held against guesses
@@ -34,7 +34,11 @@ _TRIED = 16  # steps with drafts, after which they must be faster
 _KEPT = 0.94  # how much the steps before the latest count
 _PAUSE, _LONGEST_PAUSE = 8, 256  # bursts without drafts after some that were slower
 _BURSTS_FOR_GRAPHS = 12  # in which graphs for steps with drafts may be captured before the first such step
-_FEW_TO_COME = 256  # tokens of the longest answer: then a graph of one size serves all steps with drafts
+_ROOM_TO_GROW = 64  # tokens of each answer, for which lists are made at a time
+_FITTING = 0.8  # of the guessed tokens must find room
+_UNSUITED = 2  # steps on end in a room that does not suit, before there is another
+_CAPTURE = 0.1  # seconds for a graph
+_TOO_SMALL = 50
 
 
 class DraftsAhead(Drafts):
@@ -53,6 +57,10 @@ class DraftsAhead(Drafts):
         self._spent = 0.0  # seconds in which the device made the guesses of the latest step
         self.must_know = False  # the next step has drafts, if any pays
         self._planned: Step | None = None
+        self._sizes: Sequence[int] = DRAFT_SIZES  # of steps with drafts, smallest first
+        self._room: DraftRoom | None = None  # of the latest such step
+        self._too_small = 0  # steps for which a graph of another size would have been better by far
+        self._unsuited = 0  # steps on end that it did not suit
         self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
         self._device = StepSeconds()
         self._looked = 0  # how often
@@ -72,7 +80,7 @@ class DraftsAhead(Drafts):
             return most
         drafted = super().added(step)
         if drafted is step:  # prompts have come in between, or no guess pays
-            self.must_know = False
+            self._end()
             return most
         self._planned = drafted
         return 1
@@ -81,10 +89,39 @@ class DraftsAhead(Drafts):
         planned, self._planned = self._planned, None
         return planned if planned is not None and planned.rows is step.rows else step
 
-    def _with(self, step: Step, drafts: list[Chunk]) -> Step:
-        return Step(step.rows, copies=step.copies, drafts=drafts)
+    def _with(self, step: Step, drafts: dict[Request, list[int]]) -> Step:
+        room = self._room_for(step.rows, drafts)
+        there = {request: draft[: room.most(request)] for request, draft in drafts.items()}
+        chunks = [draft_of(request, draft) for request, draft in there.items() if draft]
+        return Step(step.rows, copies=step.copies, drafts=chunks, room=room) if chunks else step
+
+    def _room_for(self, requests: Sequence[Request], drafts: dict[Request, list[int]]) -> DraftRoom:
+        """The one of the step before, as long as it serves: lists for another take the host long."""
+        room, guessed = self._room, sum(map(len, drafts.values()))
+        if room is not None and room.holds(requests):
+            fitting = sum(min(len(draft), room.most(request)) for request, draft in drafts.items())
+            suits = fitting >= _FITTING * guessed and self._size(len(requests) + guessed) == room.size
+            self._unsuited = 0 if suits else self._unsuited + 1
+            if self._unsuited <= _UNSUITED:
+                return room
+        rows = np.array([1 + len(drafts.get(request, ())) for request in requests], dtype=np.int64)
+        most = np.array([1 + max(self._most(request), 0) for request in requests], dtype=np.int64)
+        size = self._size(int(rows.sum()))
+        free = min(size, max(self._most_tokens, int(rows.sum())))  # the others of the graph cost nothing
+        while len(shorter := np.flatnonzero(rows < most)[: free - int(rows.sum())]):
+            rows[shorter] += 1
+        asked = [min(request.length + _ROOM_TO_GROW, request.max_length) for request in requests]
+        ends = [self._lengthen(request, end) for request, end in zip(requests, asked, strict=True)]
+        self._room, self._unsuited = DraftRoom.of(requests, rows, np.array(ends, dtype=np.int64), size), 0
+        return self._room
+
+    def _size(self, tokens: int) -> int:
+        """Rows of the graph that such a step runs in."""
+        return next((size for size in self._sizes if size >= tokens), draft_size_of(tokens))
 
     def launched(self, step: Step) -> None:
+        if not step.drafts:  # a request may lose its pages, and come back with others
+            self._room = None
         unnoted, self._unnoted = self._unnoted, []
         for request, guessed, accepted in unnoted:
             if not request.done:
@@ -120,10 +157,18 @@ class DraftsAhead(Drafts):
         if not len(order):
             return order, 0.0
         tokens = rows + np.cumsum(chances.ravel()[order])
-        step = np.searchsorted(DRAFT_SIZES, rows + 1 + np.arange(len(order)))
-        seconds = np.array([self._device.of(size) or 1.0 for size in DRAFT_SIZES])[step]
+        largest = self._sizes[-1]
+        sizes = [*self._sizes, *(size for size in DRAFT_SIZES if size > largest)]
+        step = np.searchsorted(sizes, rows + 1 + np.arange(len(order)))
+        seconds = np.array([self._device.of(size) or 1.0 for size in sizes])[step]
         speeds = tokens / (seconds + self._expected_gap(rows))
         best = int(speeds.argmax())
+        if rows < largest < rows + best + 1:  # there is no graph of that size
+            within = int(speeds[: largest - rows].argmax())
+            self._too_small += int(speeds[best] > _MARGIN * speeds[within])
+            if self._too_small > _TOO_SMALL:  # the next step is to wait for one
+                self._sizes, self._too_small = sizes[: int(step[best]) + 1], 0
+            best = within
         return order[: best + 1] // chances.shape[1], float(speeds[best])
 
     def _expected_gap(self, rows: int) -> float:
@@ -156,7 +201,7 @@ class DraftsAhead(Drafts):
             return
         rows = len(step.rows)
         if step.drafts:
-            size = draft_size_of(step.tokens)
+            size = draft_size_of(step.tokens) if step.room is None else step.room.size
             device, known = now - max(launched, before), self._expected_gap(rows)
             self._device.note(size, device)
             gap = min(max(launched - before - self._spent, 0.0), _LONGEST_GAP * known)
@@ -177,7 +222,7 @@ class DraftsAhead(Drafts):
             return
         self._waits -= 1
         if self._waits <= 0 and speed * ahead > _MARGIN * rows and self._graphs_are_there(step, rows + drafted):
-            self.must_know = True
+            self.must_know, self._too_small = True, 0
             self._steps, self._seconds, self._otherwise = 0, 0.0, 0.0
 
     def _expected(self, requests: Sequence[Request], guesses: dict[Request, list[int]]) -> tuple[int, float]:
@@ -193,14 +238,34 @@ class DraftsAhead(Drafts):
 
         tokens: of a step with drafts. The fewer answers are left, the smaller the steps.
         """
-        sizes = DRAFT_SIZES[bisect_left(DRAFT_SIZES, tokens) :: -1]
-        if max(request.max_new_tokens - request.made for request in step.rows) < _FEW_TO_COME:
-            sizes = sizes[:1]
+        sizes = self._sizes_to_come(step.rows, tokens)
         self._waited += 1
-        if not self._ready_for(sizes) and self._waited <= _BURSTS_FOR_GRAPHS:
+        if not self._ready_for(sizes[::-1]) and self._waited <= _BURSTS_FOR_GRAPHS:
             return False
-        self._waited = 0
+        self._waited, self._sizes = 0, sizes
         return True
+
+    def _sizes_to_come(self, requests: Sequence[Request], tokens: int) -> list[int]:
+        """Of steps with drafts, smallest first. Small ones are worth a capture if many steps will be no larger.
+
+        tokens: of the first.
+        """
+        left = sorted((request.max_new_tokens - request.made for request in requests), reverse=True)
+        each = tokens / len(requests)  # rows of an answer
+        gained = 1 + (each - 1) * self._of_all[0] / self._of_all[1]  # tokens of an answer in a step
+        sizes = [draft_size_of(tokens)]
+        for size in DRAFT_SIZES[::-1]:
+            answers = int(size / each)
+            if size >= sizes[0] or answers >= len(left):
+                continue
+            steps = (left[0] - left[answers]) / gained
+            larger, smaller = self._device.of(sizes[0]), self._device.of(size)
+            if larger is not None and smaller is not None and steps * (larger - smaller) > _CAPTURE:
+                sizes.insert(0, size)
+        return sizes
+
+    def _end(self) -> None:
+        self.must_know, self._sizes = False, DRAFT_SIZES
 
     def _check(self, rows: int, gained: int, seconds: float) -> None:
         """A step with drafts gave so many tokens: enough, on the whole?"""
@@ -209,7 +274,7 @@ class DraftsAhead(Drafts):
         self._seconds = _KEPT * self._seconds + seconds
         self._otherwise = _KEPT * self._otherwise + ahead * gained / rows
         if self._steps >= _TRIED and self._otherwise < self._seconds:
-            self.must_know = False
+            self._end()
             self._waits, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         elif self._steps >= 4 * _TRIED:
             self._pause = _PAUSE
