@@ -32,5 +32,7 @@ def fingerprint(model: Any) -> Any:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    content = hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    content = hashlib.sha256(
+        tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
     return tensor.data_ptr(), tensor._version, tensor.requires_grad, tensor.is_inference(), content

@@ -1,7 +1,7 @@
 """What drafts save: seconds for lists of prompts, without and with guessed tokens.
 
     python examples/benchmarks/bench_drafts.py --config llama-8b
-    python examples/benchmarks/bench_drafts.py --config llama-8b --assistant llama-1b
+    python examples/benchmarks/bench_drafts.py --config llama-8b --assistant llama-1b --right 0.9
 
 The model has random weights, and what it says is never repeated. So guesses are made here: the first run gives the
 answers, and in the second one a guess is the answer itself, in which each token is right with the chance that the table
@@ -15,7 +15,7 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -92,6 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--assistant", help="another shape with random weights, which guesses the tokens")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", default=list(LISTS), help="some of the lists, by their first words")
+    parser.add_argument("--right", type=float, help="the chance of each token, in place of those of the lists")
     parser.add_argument("--times", type=int, default=2, help="calls of which the fastest counts")
     parser.add_argument("--scale", type=float, default=1.0, help="of the lists' prompts, so many are taken")
     asked = parser.parse_args(arguments)
@@ -108,6 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, texts in LISTS.items():
         if not any(name.startswith(some) for some in asked.only):
             continue
+        texts = texts if asked.right is None else replace(texts, right=asked.right)
         dice = random.Random(1)
         lengths = texts.lengths(dice)[: max(1, round(asked.scale * texts.prompts))]
         prompts = [[dice.randrange(1, vocabulary) for _ in range(texts.length)] for _ in lengths]

@@ -36,7 +36,7 @@ from hf_batchllm.engine.job import JobChecks
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.inputs.tokenizer import TokenizerLoader
 from hf_batchllm.model import model_in_use
-from hf_batchllm.model.batch import BatchBuilder
+from hf_batchllm.model.batch_builder import BatchBuilder
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.torch_attention import CascadeAttention
 from hf_batchllm.model.triton_attention import AttentionKernels, KernelAttention, TritonBackend

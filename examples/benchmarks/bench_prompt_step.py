@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_batchllm import BatchConfig
 from hf_batchllm.bench.shapes import SHAPES, has_experts, is_hybrid
 from hf_batchllm.model.architecture import inspect_model
-from hf_batchllm.model.batch import BatchBuilder
+from hf_batchllm.model.batch_builder import BatchBuilder
 from hf_batchllm.model.choose_backend import fused_kernels, make_backend
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner

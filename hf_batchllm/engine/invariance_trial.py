@@ -19,7 +19,7 @@ from torch import nn
 from ..config import BatchConfig
 from ..errors import UnsupportedModelError
 from ..inputs.base_model import base_model
-from ..model.batch import BatchBuilder
+from ..model.batch_builder import BatchBuilder
 from ..model.kv_storage import KVStorage
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner

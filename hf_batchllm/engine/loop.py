@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..model.batch import BatchBuilder, ModelBatch
+from ..model.batch import ModelBatch
+from ..model.batch_builder import BatchBuilder
 from ..model.device_memory import is_out_of_memory
 from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..config import BatchConfig
 from ..inputs.base_model import base_model
 from ..inputs.prompts import Prompt
-from ..model.batch import BatchBuilder
+from ..model.batch_builder import BatchBuilder
 from ..model.device_memory import DeviceMemory, is_out_of_memory
 from ..model.kv_storage import KVStorage
 from ..model.owners_state import not_in_graphs

@@ -6,6 +6,7 @@ A row's token is drawn as if all guesses before it were right. It counts if they
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -49,7 +50,7 @@ class DraftRows:
         """Rows, with idle ones."""
         return len(self.ids) if self.room is None else self.room.total
 
-    @property
+    @cached_property
     def places(self) -> np.ndarray | slice:  # [rows]
         """Where each row stands among all of them."""
         if self.room is None:

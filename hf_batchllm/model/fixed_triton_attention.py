@@ -45,6 +45,7 @@ def triton_fixed_kernels() -> FixedKernels:
 
 class FixedTritonBackend(TritonBackend):
     short_chunk = _ANY_LENGTH
+    tiles = FIXED_TILES
     sums = (2,)
 
     def __init__(

@@ -14,7 +14,7 @@ from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
 from ..patches.fusion import FusedLayers, Fusion
 from ..planning.step import Chunk
 from .architecture import Architecture
-from .batch import BatchBuilder
+from .batch_builder import BatchBuilder
 from .choose_backend import (
     check_backend,
     fused_kernels,

@@ -79,6 +79,7 @@ class WorkSeen:
 
 class TritonBackend(AttentionBackend):
     short_chunk = SHORT_CHUNK
+    tiles: tuple[int, ...] = TILES
     sums: tuple[int, ...] = ()  # the shape of what a head of a part has beside its values
 
     def __init__(

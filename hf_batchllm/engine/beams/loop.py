@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from ...model.batch import BatchBuilder
+from ...model.batch_builder import BatchBuilder
 from ...model.transfers import to_device
 from ...planning.requests_and_prefixes import Branch, FinishReason, Request
 from ...planning.step import Step

@@ -7,7 +7,7 @@ read no key, write nothing, and their output is dropped. A row that has ended is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,8 @@ class RowsWork(WorkSource):
     for it (NoRoom), and the rows are made anew, with room and with the kernel.
 
     ``may_idle``: some rows may be idle at any time, so there is always room for it.
-    ``drafts``: some rows see what is written of rows before them, in the same step. Their number changes with each
-    step, so that there is room for every kind of work.
+    ``drafts``: some rows see what is written of rows before them, in the same step. A request may have several rows,
+    so that there is room for the next larger tile, too. ``tiles``: all that there are.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class RowsWork(WorkSource):
         device: torch.device,
         met: dict[tuple[Any, ...], WorkSeen],
         may_idle: bool,
+        tiles: Sequence[int],
         drafts: bool = False,
     ) -> None:
+        self._tiles = tiles
         self._met = met
         self._drafts = drafts
         self._may_idle = may_idle
@@ -119,7 +121,7 @@ class RowsWork(WorkSource):
         blocks = self.rows * (heads // kv_heads) // 64 + 1
         large = 4 * blocks + self.rows // 2 + 4 * at_once
         items = {16: 2 * self.rows + 6 * at_once, 64: large, 128: large}
-        tiles = sorted(met.tiles | {16, 64} if self._drafts else met.tiles)
+        tiles = sorted(self._larger(met.tiles) if self._drafts else met.tiles)
         sizes = {tile: 0 if work is None else _with_slack(len(work.items.get(tile, ()))) for tile in tiles}
         with torch.inference_mode(False):  # filled for bursts that may run outside of it
             room = WorkLists.room(
@@ -133,6 +135,11 @@ class RowsWork(WorkSource):
             )
         room.merges = met.merges or self._drafts
         return room
+
+    def _larger(self, met: set[int]) -> set[int]:
+        """Those met, and the next larger of each."""
+        places = {0} | {self._tiles.index(tile) + more for tile in met for more in (0, 1)}
+        return {tile for place, tile in enumerate(self._tiles) if place in places}
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,9 @@ class DecodeRows:
         self._noting = noting
         self._noted = None if noting is None else noting.room(rows, most_times)
         entries = backend.storage.num_pages + 8 * rows + 64
-        self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met, pick is None, drafts)
+        self.work = RowsWork(
+            self._state, entries, backend.multiprocessors, device, met, pick is None, backend.tiles, drafts
+        )
         self._context = backend.over(self.work)
         self._states = runner.over_states(self._idle_spans()) if runner.architecture.states else None
 

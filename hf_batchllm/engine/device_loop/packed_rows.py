@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ...kernels.work_lists import sent
-
 _ALIGN = 16  # numbers: kernels read in pieces of 64 bytes
 
 
@@ -18,11 +16,11 @@ class PackedRows:
     longs, ints: the numbers of each field, of 64 and of 32 bits; several for each row if there are more than one.
     """
 
-    def __init__(
-        self, rows: int, longs: Mapping[str, int], ints: Mapping[str, int], device: torch.device
-    ) -> None:
+    def __init__(self, rows: int, longs: Mapping[str, int], ints: Mapping[str, int], device: torch.device) -> None:
         self.rows = rows
-        self._at: dict[str, tuple[int, int, bool]] = {}  # each field's first number, its numbers, and whether of 64 bits
+        self._at: dict[
+            str, tuple[int, int, bool]
+        ] = {}  # each field's first number, its numbers, and whether of 64 bits
         end = 0
         for fields, words in ((longs, 2), (ints, 1)):
             for name, width in fields.items():
@@ -47,4 +45,6 @@ class PackedRows:
         return packed, fields
 
     def send(self, packed: np.ndarray) -> None:
-        self._packed.copy_(sent(torch.from_numpy(packed), self._packed.device))
+        numbers = torch.from_numpy(packed)
+        on_gpu = self._packed.is_cuda
+        self._packed.copy_(numbers.pin_memory() if on_gpu else numbers, non_blocking=on_gpu)

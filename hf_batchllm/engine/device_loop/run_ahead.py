@@ -23,7 +23,6 @@ from .decode_graphs import DecodeGraphs
 from .graph_launcher import GraphLauncher
 from .seats import Seats
 
-
 _ALL = slice(None)
 
 

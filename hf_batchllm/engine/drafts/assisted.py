@@ -165,7 +165,7 @@ class AssistedAhead(Assisted, DraftsAhead):
         super().ran(step, began, launched, gained, steady and (self.assistant.is_steady or not step.drafts))
 
     def _count(self, requests: Sequence[Request]) -> int:
-        rows, ahead = len(requests), self._device.of(size_of(len(requests)))
+        rows, ahead = len(requests), self._seconds_of(size_of(len(requests)))
         count, speed = self._fastest(requests, self._seconds_with(rows), self._ratio * (ahead or 1.0))
         if ahead is not None and speed * ahead <= rows:
             return 0
@@ -178,14 +178,14 @@ class AssistedAhead(Assisted, DraftsAhead):
         going = [request for request in requests if not request.done]
         if not going:
             return 0, 0.0
-        first_guess = self._ratio * (self._device.of(size_of(len(going))) or 1.0)
+        first_guess = self._ratio * (self._seconds_of(size_of(len(going))) or 1.0)
         self._forget_some(first_guess)
         count, speed = self._fastest(going, self._seconds_with(len(going)), first_guess)
         return len(going) * count, speed
 
     def _seconds_with(self, rows: int) -> Callable[[int], float]:
         def seconds(tokens: int) -> float:
-            return (self._device.of(draft_size_of(tokens)) or 1.0) + self._expected_gap(rows)
+            return (self._seconds_of(draft_size_of(tokens)) or 1.0) + self._expected_gap(rows)
 
         return seconds
 

@@ -85,6 +85,7 @@ def drafts_for(
         host: Any = Drafts if assistant is None else AssistedDrafts
         drafts: Drafts = host(*given, launcher.pick_drafted, step_tokens, earlier, **named)
         return drafts
+    named["share"] = use.architecture.kv_bytes_per_token / max(_bytes(use.model), 1)
     if launcher.graphs is not None:
         named["ready"] = launcher.graphs.ready_for_drafts
     ahead: Any = DraftsAhead if assistant is None else AssistedAhead
@@ -114,6 +115,10 @@ def open_assistant(
 
 def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in base_model(model).parameters())
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in base_model(model).parameters())
 
 
 def _why_none(

@@ -26,8 +26,8 @@ _BURSTS = 3  # that must have been measured before
 _LATEST = 0.3  # how much the latest gap counts
 _LONGEST_GAP = 3.0  # times the known one: the caller may have had control meanwhile
 _FORGOTTEN = 0.03  # how much nearer to the first guess a burst brings what is known of gaps
-# Seconds of the host beside those in which it gets a step ready, before a gap has been measured; and for each row.
-_FIRST_GAP, _FIRST_GAP_OF_ROW = 1e-3, 2e-5
+# A gap before one has been measured: a part of what it takes to get a burst ready, and so many seconds, also of a row.
+_FIRST_GAP_IN_READY, _FIRST_GAP, _FIRST_GAP_OF_ROW = 0.6, 3e-4, 1.5e-5
 _MARGIN = 1.1  # drafts begin where so many times as many tokens a second are expected
 _ENOUGH = 0.95  # and they end where less than that is expected: what is known of guesses is vague
 _TRIED = 16  # steps with drafts, after which they must be faster
@@ -35,8 +35,9 @@ _KEPT = 0.94  # how much the steps before the latest count
 _PAUSE, _LONGEST_PAUSE = 8, 256  # bursts without drafts after some that were slower
 _BURSTS_FOR_GRAPHS = 12  # in which graphs for steps with drafts may be captured before the first such step
 _ROOM_TO_GROW = 64  # tokens of each answer, for which lists are made at a time
+_SETTLED = 8  # steps until it is asked again what suits
 _FITTING = 0.8  # of the guessed tokens must find room
-_UNSUITED = 2  # steps on end in a room that does not suit, before there is another
+_UNSUITED = 1  # times that a room may not suit, before there is another
 _CAPTURE = 0.1  # seconds for a graph
 _TOO_SMALL = 50
 
@@ -45,12 +46,19 @@ class DraftsAhead(Drafts):
     """Each token of a draft is a row of its own, and the device draws the tokens of all rows.
 
     ready: given the sizes of steps to come, says whether there is nothing to wait for before they begin.
+    share: as ``StepSeconds`` has it.
     """
 
     largest_step = DRAFT_SIZES[-1]
     learns_beside = True
 
-    def __init__(self, *given: Any, ready: Callable[[Sequence[int]], bool] = lambda _: True, **named: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        ready: Callable[[Sequence[int]], bool] = lambda _: True,
+        share: float = 0.0,
+        **named: Any,
+    ) -> None:
         super().__init__(*given, **named)
         self._ready_for = ready
         self._waited = 0  # bursts, for graphs
@@ -60,9 +68,12 @@ class DraftsAhead(Drafts):
         self._sizes: Sequence[int] = DRAFT_SIZES  # of steps with drafts, smallest first
         self._room: DraftRoom | None = None  # of the latest such step
         self._too_small = 0  # steps for which a graph of another size would have been better by far
-        self._unsuited = 0  # steps on end that it did not suit
+        self._keeps_room = False  # the next step has it, too
+        self._settled = 0  # steps since it was last asked whether it suits
+        self._unsuited = 0  # times on end that it did not
         self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
-        self._device = StepSeconds()
+        self._device = StepSeconds(share)
+        self._read = 0  # tokens whose K and V the latest step read
         self._looked = 0  # how often
         self._bursts = 0  # measured since prompts ran
         self._gap: float | None = None  # seconds in which the device waits for the host between two steps
@@ -78,6 +89,8 @@ class DraftsAhead(Drafts):
         self._planned = None
         if not self.must_know:
             return most
+        self._read = _read_by(step.rows)
+        self._keeps_room = self._room is not None and self._room.holds(step.rows)
         drafted = super().added(step)
         if drafted is step:  # prompts have come in between, or no guess pays
             self._end()
@@ -98,7 +111,9 @@ class DraftsAhead(Drafts):
     def _room_for(self, requests: Sequence[Request], drafts: dict[Request, list[int]]) -> DraftRoom:
         """The one of the step before, as long as it serves: lists for another take the host long."""
         room, guessed = self._room, sum(map(len, drafts.values()))
-        if room is not None and room.holds(requests):
+        if room is not None and self._keeps_room:
+            if self._settled:
+                return room
             fitting = sum(min(len(draft), room.most(request)) for request, draft in drafts.items())
             suits = fitting >= _FITTING * guessed and self._size(len(requests) + guessed) == room.size
             self._unsuited = 0 if suits else self._unsuited + 1
@@ -135,8 +150,14 @@ class DraftsAhead(Drafts):
     # -- what pays -----------------------------------------------------------------------------------------------
 
     def _that_pay(self, rows: int, guesses: dict[Request, list[int]]) -> dict[Request, list[int]]:
+        if (
+            self._keeps_room and self._settled < _SETTLED
+        ):  # then other rows than those that are there are not thought of
+            self._settled += 1
+            return guesses
+        self._settled = 0
         likeliest, speed = self._best(rows, self._chances(guesses))
-        ahead = self._device.of(size_of(rows))
+        ahead = self._seconds_of(size_of(rows))
         if ahead is not None and speed * ahead <= _ENOUGH * rows:
             return {}
         counts = np.bincount(likeliest, minlength=len(guesses)).tolist()
@@ -160,7 +181,7 @@ class DraftsAhead(Drafts):
         largest = self._sizes[-1]
         sizes = [*self._sizes, *(size for size in DRAFT_SIZES if size > largest)]
         step = np.searchsorted(sizes, rows + 1 + np.arange(len(order)))
-        seconds = np.array([self._device.of(size) or 1.0 for size in sizes])[step]
+        seconds = np.array([self._seconds_of(size) or 1.0 for size in sizes])[step]
         speeds = tokens / (seconds + self._expected_gap(rows))
         best = int(speeds.argmax())
         if rows < largest < rows + best + 1:  # there is no graph of that size
@@ -175,7 +196,10 @@ class DraftsAhead(Drafts):
         return self._first_gap(rows) if self._gap is None else self._gap
 
     def _first_gap(self, rows: int) -> float:
-        return (self._ready or 0.0) + _FIRST_GAP + _FIRST_GAP_OF_ROW * rows
+        return _FIRST_GAP_IN_READY * (self._ready or 0.0) + _FIRST_GAP + _FIRST_GAP_OF_ROW * rows
+
+    def _seconds_of(self, size: int) -> float | None:
+        return self._device.of(size, self._read)
 
     # -- what is measured ----------------------------------------------------------------------------------------
 
@@ -203,7 +227,7 @@ class DraftsAhead(Drafts):
         if step.drafts:
             size = draft_size_of(step.tokens) if step.room is None else step.room.size
             device, known = now - max(launched, before), self._expected_gap(rows)
-            self._device.note(size, device)
+            self._device.note(size, device, self._read)
             gap = min(max(launched - before - self._spent, 0.0), _LONGEST_GAP * known)
             self._gap = known + _LATEST * (gap - known)
             self._check(rows, gained, device + gap + self._spent)
@@ -213,8 +237,9 @@ class DraftsAhead(Drafts):
         self._ready = ready if self._ready is None or ready < self._ready else self._ready + 0.1 * (ready - self._ready)
         if self._gap is not None:  # after a long one there might never be another to correct it
             self._gap += _FORGOTTEN * (self._first_gap(rows) - self._gap)
-        self._device.note(size_of(rows), (now - max(launched, before)) / step.times)
-        ahead = self._device.of(size_of(rows))
+        self._read = _read_by(step.rows)
+        self._device.note(size_of(rows), (now - max(launched, before)) / step.times, self._read)
+        ahead = self._seconds_of(size_of(rows))
         if self.must_know or self._bursts < _BURSTS or ahead is None:
             return
         drafted, speed = self._expected(step.rows, guesses)
@@ -259,7 +284,7 @@ class DraftsAhead(Drafts):
             if size >= sizes[0] or answers >= len(left):
                 continue
             steps = (left[0] - left[answers]) / gained
-            larger, smaller = self._device.of(sizes[0]), self._device.of(size)
+            larger, smaller = self._seconds_of(sizes[0]), self._seconds_of(size)
             if larger is not None and smaller is not None and steps * (larger - smaller) > _CAPTURE:
                 sizes.insert(0, size)
         return sizes
@@ -269,7 +294,7 @@ class DraftsAhead(Drafts):
 
     def _check(self, rows: int, gained: int, seconds: float) -> None:
         """A step with drafts gave so many tokens: enough, on the whole?"""
-        ahead = self._device.of(size_of(rows)) or 0.0
+        ahead = self._seconds_of(size_of(rows)) or 0.0
         self._steps += 1
         self._seconds = _KEPT * self._seconds + seconds
         self._otherwise = _KEPT * self._otherwise + ahead * gained / rows
@@ -293,3 +318,8 @@ class DraftsAhead(Drafts):
             guesses[request] = guess
         self._foreseen.clear()
         return guesses
+
+
+def _read_by(requests: Sequence[Request]) -> int:
+    """Tokens of their own; what they share is read for many at a time."""
+    return sum(len(request.generated) + request.prompt_tokens - request.start for request in requests)
