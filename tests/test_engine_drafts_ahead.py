@@ -309,14 +309,20 @@ def test_rows_have_room() -> None:
     room = DraftRoom.of(requests, np.array([3, 1, 2, 4]), np.array([9, 9, 9, 5]), 16)
     assert room.total == 10 and room.begin.tolist() == [0, 3, 4, 6]
     assert [room.most(request) for request in requests] == [2, 0, 1, 1]
-    assert room.holds(requests[1:]) and not room.holds([*requests, Request(4, np.array([1]), 2)])
+    assert room.holds(requests[:3]) and not room.holds([*requests[:3], Request(4, np.array([1]), 2)])
     going = [requests[0], requests[2], requests[3]]
     rows = DraftRows.of(Step(going, drafts=[Chunk(requests[0], 3, 5, (7,)), Chunk(requests[3], 3, 5, (9,))], room=room))
     assert rows.total == 10 and np.arange(10)[rows.places].tolist() == [0, 1, 4, 6, 7]
     idle, last = rows.idle()
     assert idle.tolist() == [2, 5, 8, 9] and rows.ids[last].tolist() == [7, 12, 9, 9]
-    requests[3].generated += [1, 2]
-    assert room.holds(requests[:3]) and not room.holds(requests)
+    assert room.holds(going[:2]) and not room.holds(going)  # 4 rows of the last one, of 4 positions, do not end at 5
+    requests[0].generated += [1, 2, 3]
+    assert room.holds(requests[:1]) and room.most(requests[0]) == 2
+    requests[0].generated += [4]
+    assert not room.holds(requests[:1])
+    requests[0].max_new_tokens = 7  # these are all that it may have
+    room = DraftRoom.of(requests, np.array([3, 1, 2, 4]), np.array([9, 9, 9, 5]), 16)
+    assert room.holds(requests[:1]) and room.most(requests[0]) == 1
 
 
 def test_which_tokens_count() -> None:
@@ -400,6 +406,20 @@ def test_drafts_cost_little_where_guesses_are_wrong(rows: int, host: float, monk
     assert seconds_of(0.4, rows, host, each, monkeypatch) < 1.06
     assert seconds_of(0.95, rows, host, each, monkeypatch, guesses=0.1) < 1.1
     assert seconds_of(0.95, rows, host, each, monkeypatch) < (0.4 if rows < 20 else 0.8)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_drafts_that_pay_go_on(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a room ends."""
+    ends, own = [0], DraftsAhead._end
+
+    def end(self: DraftsAhead) -> None:
+        ends[0] += 1
+        own(self)
+
+    monkeypatch.setattr(DraftsAhead, "_end", end)
+    assert seconds_of(0.95, rows, 0.1, 1 / 320, monkeypatch) < 0.8
+    assert ends[0] == 0
 
 
 def test_a_pause_of_the_callers_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,14 @@ class DraftRoom:
     """Kept for many steps on end, so that lists of what the rows read are made once for all of them.
 
     The rows of a request are neighbours. Those behind its guess are idle in a step, and so are all of a request that
-    has ended. A room ends where a request reaches the last position that it had pages for, and with any other step.
+    has ended. A room ends where a request has no pages for all of its rows any more, and with any other step.
     """
 
     place: dict[Request, int]  # each request's place in the arrays
     rows: np.ndarray  # [requests]  at least one
     begin: np.ndarray  # [requests]  the first row of each
     ends: np.ndarray  # [requests]  how many positions may be read of each
+    until: list[int]  # [requests]  tokens that each may have
     total: int  # rows of all requests
     size: int  # that a graph for them is to have, at least as many
 
@@ -29,12 +30,14 @@ class DraftRoom:
     def of(requests: Sequence[Request], rows: np.ndarray, ends: np.ndarray, size: int) -> DraftRoom:
         until = np.cumsum(rows)
         place = {request: number for number, request in enumerate(requests)}
-        return DraftRoom(place, rows, until - rows, ends, int(until[-1]), size)
+        at_their_limit = ends >= np.array([request.max_length for request in requests], dtype=np.int64)
+        last = np.where(at_their_limit, ends, ends - rows + 1).tolist()
+        return DraftRoom(place, rows, until - rows, ends, last, int(until[-1]), size)
 
     def holds(self, requests: Sequence[Request]) -> bool:
-        """Whether a row of each of them has its place."""
-        place, ends = self.place, self.ends.tolist()
-        return all(request in place and request.length <= ends[place[request]] for request in requests)
+        """Whether there is a place for each of them."""
+        place, until = self.place, self.until
+        return all(request in place and request.length <= until[place[request]] for request in requests)
 
     def most(self, request: Request) -> int:
         """How many tokens of it may be guessed."""
