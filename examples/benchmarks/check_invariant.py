@@ -5,8 +5,9 @@
 
 Some prompts of each list are answered alone. Then the list is run in other ways: in another order and beside other
 prompts, with shared prefixes and without, in smaller steps, with little memory, with kept prefixes, with and without
-CUDA graphs. A case is one prompt in one way. It differs where a token, a score or a log-probability has another bit.
-`--without` leaves the flag out: then cases should differ. Otherwise the exit status is 1 if one does.
+CUDA graphs, with guessed tokens of which some are right. A case is one prompt in one way. It differs where a token, a
+score or a log-probability has another bit. `--without` leaves the flag out: then cases should differ. Otherwise the
+exit status is 1 if one does.
 """
 
 from __future__ import annotations
@@ -16,16 +17,23 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
 import torch
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.bench.models import load_model
+from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
+from hf_batchllm.engine.drafts import drafts_ahead
+from hf_batchllm.engine.drafts.step_seconds import StepSeconds
+from hf_batchllm.sampling.text_lookup import TextLookup
 
 PROMPTS, STRANGERS, ALONE, WAYS = 14, 10, 4, 4  # of a list
+GUESSED = "guessed tokens"
 Prompt = list[int]
 
 
@@ -65,8 +73,26 @@ def draw_way(dice: random.Random, longest: int, token_bytes: int) -> dict[str, A
         "cuda_graphs": False,
         "scheduler": "fifo",
         "min_shared_tokens": dice.choice((1, 300)),
+        GUESSED: dice.choice((2, 5, 10)),
     }
     return {name: value for name, value in every.items() if dice.random() < 0.3}
+
+
+@contextmanager
+def guesses(known: dict[tuple[tuple[int, ...], int], list[int]], dice: random.Random) -> Iterator[None]:
+    """Wherever tokens can be guessed they are, as soon as may be, whether that pays or not."""
+
+    def guess(lookup: TextLookup, sample: int, generated: Sequence[int], most: int) -> list[int]:
+        rest = known.get((tuple(lookup._prompt), sample), [])[len(generated) :]
+        return [token if dice.random() < 0.8 else 1 for token in rest[: dice.randint(0, most)]]
+
+    always = {"_MARGIN": 0.0, "_BURSTS": 1, "_TRIED": 10**9, "_BURSTS_FOR_GRAPHS": 0}
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(TextLookup, "guess", guess))
+        patches.enter_context(mock.patch.object(StepSeconds, "of", return_value=1.0))
+        patches.enter_context(mock.patch.object(StepsAsGraphs, "is_steady", True))
+        patches.enter_context(mock.patch.multiple(drafts_ahead, **always))
+        yield
 
 
 def told(result: BatchResult, place: int) -> list[str]:
@@ -85,15 +111,23 @@ def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, i
         token_bytes = generator.architecture.kv_bytes_per_token
         some = dice.sample(range(PROMPTS), ALONE)
         alone = {at: told(generator.generate([prompts[at]], **options, seed=[seeds[at]]), 0) for at in some}
+        every = generator.generate(prompts, **options, seed=seeds)
+    known = {(tuple(prompts[row.index]), row.sample): row.token_ids for row in every}
     for _ in range(WAYS):
         way = draw_way(dice, longest, token_bytes)
+        if GUESSED in way:
+            way["steps_per_sync"] = dice.choice((1, 3))  # they begin after so many tokens
+        config = {name: value for name, value in way.items() if name != GUESSED}
+        guessed = {"prompt_lookup_num_tokens": way[GUESSED]} if GUESSED in way else {}
         order: Sequence[int] = dice.sample(range(len(prompts)), dice.randint(PROMPTS, len(prompts)))
         order = [*order, *(at for at in some if at not in order)]
-        with BatchGenerator(model, invariant=invariant, **way) as generator:
+        asked = [prompts[at] for at in order]
+        with BatchGenerator(model, invariant=invariant, **config) as generator, guesses(known, dice):
             for _ in range(2 if "keep_prefixes" in way else 1):
-                result = generator.generate([prompts[at] for at in order], **options, seed=[seeds[at] for at in order])
+                result = generator.generate(asked, **options, **guessed, seed=[seeds[at] for at in order])
         preempted = ["preempted"] if result.report.preemptions else []
-        for name in [*way, *preempted, "all"]:
+        right = ["right guesses"] if result.report.accepted_tokens else []
+        for name in [*way, *preempted, *right, "all"]:
             counted[name] += len(some)
             counted[f"{name} differ"] += sum(told(result, order.index(at)) != alone[at] for at in some)
     return counted
