@@ -41,10 +41,15 @@ class Replay:
     """In the place of a captured graph."""
 
     def __init__(self, rows: DecodeRows) -> None:
-        self.replay = rows._run
+        self._rows: DecodeRows | None = rows
+
+    def replay(self) -> None:
+        assert self._rows is not None
+        with self._rows._runner.surroundings():  # in which a graph was captured
+            self._rows._run()
 
     def reset(self) -> None:
-        del self.replay
+        self._rows = None
 
 
 def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:

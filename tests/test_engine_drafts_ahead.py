@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,21 +16,27 @@ from support_drafts import Clock, always_pay
 from support_families import random_prompts
 from support_fuzz_calls import multiply_in_blocks
 from support_parity import pages_of_memory
+from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows, RowsWork
 from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
-from hf_batchllm.engine.device_loop.graph_sizes import DRAFT_SIZES, size_of
+from hf_batchllm.engine.device_loop.graph_sizes import size_of
+from hf_batchllm.engine.device_loop.packed_rows import PackedRows
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
 from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.engine.loop import Engine
+from hf_batchllm.model.batch import ModelBatch
+from hf_batchllm.model.batch_builder import BatchBuilder
 from hf_batchllm.model.draft_rows import DraftRows
+from hf_batchllm.model.room_batches import RoomBatches
 from hf_batchllm.model.torch_attention import TorchBackend
 from hf_batchllm.model.triton_attention import TritonBackend
 from hf_batchllm.planning.draft_room import DraftRoom
 from hf_batchllm.planning.requests_and_prefixes import Request
+from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.planning.step import Chunk, Step
 from hf_batchllm.sampling.text_lookup import TextLookup
 
@@ -302,6 +309,101 @@ def test_to_the_last_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.logprobs for each in plain] == [each.logprobs for each in drafted]
 
 
+class InTurns(GroupScheduler):
+    """Some of the rows in each step, or all of them in another order."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.steps = how, 0
+
+    def next(self) -> Step | None:
+        step = super().next()
+        if step is None or step.chunks or len(step.rows) < 3:
+            return step
+        self.steps += 1
+        if self.how == "reversed" and self.steps % 2:
+            step.rows.reverse()
+        elif self.how == "halves" and self.steps % 3:
+            half = len(step.rows) // 2
+            stay = step.rows[:half] if self.steps % 3 == 1 else step.rows[half:]
+            for request in stay:
+                request.computed -= 1
+            step.rows[:] = [request for request in step.rows if request not in stay]
+        return step
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("how", ["halves", "reversed"])
+def test_lists_made_anew_in_a_room(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a model that its owner changes between two results, under a scheduler that leaves out some rows."""
+    run_over_twins(monkeypatch)
+    model = copy.deepcopy(model_on("cpu", "llama"))
+    options = [GenerationConfig(max_new_tokens=limit, do_sample=False) for limit in (12, 20, 28, 36, 44, 60, 80, 80)]
+    with BatchGenerator(model, **ON_A_GPU) as generator:
+        plain = generator.generate(PROMPTS, options, progress=False)
+    guess_from(plain, monkeypatch, 0.2)
+    for each in options:
+        each.prompt_lookup_num_tokens = 3
+    made, own = [0], RowsWork.load
+
+    def load(self: RowsWork, step: Any) -> None:
+        made[0] += self._drafts
+        own(self, step)
+
+    monkeypatch.setattr(RowsWork, "load", load)
+    drafted = {}
+    with BatchGenerator(model, scheduler=InTurns(how), **ON_A_GPU) as generator:
+        for result in generator.stream(PROMPTS, options):
+            drafted[result.index] = result.token_ids
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # the same numbers
+        report = generator.last_report
+    assert [each.token_ids for each in plain] == [drafted[each.index] for each in plain]
+    assert report is not None and report.accepted_tokens > 0 and made[0] > 4
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_batches_in_a_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what is built of the same step without what is known of the room."""
+    run_over_twins(monkeypatch)
+    compared, own = [0], RoomBatches.batch
+
+    def batch(self: RoomBatches, step: Step) -> ModelBatch:
+        quick, whole = own(self, step), BatchBuilder(16, most_times=3)._build(step)
+        for name, tensor in vars(whole.tokens).items():
+            assert torch.equal(tensor, getattr(quick.tokens, name)), name
+        assert torch.equal(whole.attention.slots, quick.attention.slots)
+        for name in ("positions", "span_begin", "span_end", "span_position", "rows"):
+            assert np.array_equal(getattr(whole.attention, name), getattr(quick.attention, name)), name
+        assert whole.burst is not None and quick.burst is not None
+        for name in ("times", "left", "start"):
+            assert np.array_equal(getattr(whole.burst, name), getattr(quick.burst, name)), name
+        assert (whole.burst.pages[:, 0] == quick.burst.pages[:, 0]).all()  # the only one that is written to
+        compared[0] += 1
+        return quick
+
+    monkeypatch.setattr(RoomBatches, "batch", batch)
+    options = SAMPLED | {"eos_token_id": list(range(0, 97, 31)), "max_new_tokens": 90}
+    assert_same(*both("cpu", monkeypatch, {}, 0.5, family=family, guessed=3, **options))
+    assert compared[0] > 20
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_packed_rows(rows: int) -> None:
+    packed = PackedRows(rows, {"seat": 1, "token": 1}, {"length": 1, "pages": 2}, torch.device("cpu"))
+    fields = {name: packed.field(name) for name in ("seat", "token", "length", "pages")}
+    assert [each.dtype for each in fields.values()] == [torch.long, torch.long, torch.int32, torch.int32]
+    assert [tuple(each.shape) for each in fields.values()] == [(rows,), (rows,), (rows,), (rows, 2)]
+    assert all(
+        each.is_contiguous() and each.data_ptr() % 64 == fields["seat"].data_ptr() % 64 for each in fields.values()
+    )
+    numbers, given = packed.on_host()
+    for place, name in enumerate(fields):
+        given[name][:] = np.arange(given[name].size).reshape(given[name].shape) + 100 * place
+    packed.send(numbers)
+    assert all(np.array_equal(each.numpy(), given[name]) for name, each in fields.items())
+
+
 def test_rows_have_room() -> None:
     requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 20) for place in range(4)]
     for place, request in enumerate(requests):
@@ -373,10 +475,10 @@ def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock,
         clock.now += host if waited else 0.0
         launched = clock.now
         drafts.launched(step)
-        size = next(size for size in DRAFT_SIZES if size >= step.tokens) if step.drafts else size_of(step.tokens)
+        size = size_of(step.tokens) if step.room is None else step.room.size
         clock.now += step.times * (1 + each * size)
         gained = 0
-        if step.drafts:
+        if step.in_rows:
             for request in requests:
                 request.generated.append(token())
             gained += rows
@@ -420,6 +522,37 @@ def test_drafts_that_pay_go_on(rows: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(DraftsAhead, "_end", end)
     assert seconds_of(0.95, rows, 0.1, 1 / 320, monkeypatch) < 0.8
     assert ends[0] == 0
+    assert seconds_of(0.7, rows, 0.1, 1 / 320, monkeypatch, guesses=0.6) < (0.7 if rows == 1 else 0.9)
+    assert ends[0] < 5
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("scheduler", ["groups", "fifo"])
+@pytest.mark.parametrize("pages", [12, 1000])
+def test_prompts_that_come_between(scheduler: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where most steps have no guess: they run in the same room, until a prompt is to be run."""
+    run_over_twins(monkeypatch)
+    dice, own, chunks = random.Random(3), DraftsAhead.most_times, [0, 0]
+
+    def most_times(self: DraftsAhead, step: Step, most: int) -> int:
+        chunks[0] += bool(step.chunks) and self.must_know
+        times = own(self, step, most)
+        chunks[1] += self._planned is not None and not self._planned.drafts
+        return times
+
+    monkeypatch.setattr(DraftsAhead, "most_times", most_times)
+    model = model_on("cpu", "llama")
+    config: dict[str, Any] = {"scheduler": scheduler, "kv_memory": pages_of_memory(model, pages, 16)}
+    options = {"max_new_tokens": 60, "eos_token_id": list(range(0, 97, 20)), "do_sample": True, "seed": 3}
+    with BatchGenerator(model, **ON_A_GPU | config) as generator:
+        plain = generator.generate(PROMPTS, progress=False, **options)
+    with monkeypatch.context() as patch, BatchGenerator(model, **ON_A_GPU | config) as generator:
+        guess_from(plain, patch, 0.2)
+        some = TextLookup.guess
+        patch.setattr(TextLookup, "guess", lambda *given: some(*given) if dice.random() < 0.2 else [])
+        drafted = generator.generate(PROMPTS, progress=False, prompt_lookup_num_tokens=4, **options)
+    assert_same(plain, drafted)
+    assert chunks[1] > 0 and (chunks[0] > 0) == (pages == 12)
 
 
 def test_a_pause_of_the_callers_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,7 @@ class ModelBatch:
     image_keys: np.ndarray | None = None  # [tokens]  as ``Prompt.keys``; only if the step has tokens of images
     drafted: int = 0  # tokens of drafts, whose logits come behind those that are sampled
     draft_rows: DraftRows | None = None  # where drafts are rows
+    first_in_room: AttentionBatch | None = None  # where they have room: what its lists are made of
 
     def to(self, device: torch.device) -> ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))

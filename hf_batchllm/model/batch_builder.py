@@ -7,6 +7,7 @@ units in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -60,13 +61,16 @@ class BatchBuilder:
         if known is not None and step.room is known.room:
             return known.batch(step)
         self._in_room = None
+        if step.room is None:
+            return self._build(step)
+        if step.rows != list(step.room.place) or not self.most_times or self.placeholder is not None:
+            return self._build(replace(step, room=None))  # lists of a room are made of all of its requests
         batch = self._build(step)
-        if step.room is not None and batch.burst is not None and self.placeholder is None:
-            self._in_room = RoomBatches(step, batch)
-        return batch
+        self._in_room = RoomBatches(step, batch)
+        return self._in_room.first
 
     def _build(self, step: Step) -> ModelBatch:
-        drafts = DraftRows.of(step) if step.drafts else None
+        drafts = DraftRows.of(step) if step.in_rows else None
         rows, count = len(step.rows) if drafts is None else len(drafts.ids), len(step.chunks)
         # Short chunks first, otherwise in their order: neighbours in the plan stay neighbours.
         order = sorted(range(count), key=lambda index: self._is_long(step.chunks[index]))

@@ -20,9 +20,10 @@ class RoomBatches:
     """first: the batch of ``step``, the first in its room."""
 
     def __init__(self, step: Step, first: ModelBatch) -> None:
-        assert step.room is not None and first.burst is not None
+        assert step.room is not None and first.burst is not None and first.draft_rows is not None
         self.room: DraftRoom = step.room
-        self._first = first
+        self._lists = first.attention.in_room(first.draft_rows)
+        self.first = replace(first, first_in_room=self._lists)
         self._table = first.attention.units
         self._unit = first.attention.span_unit  # [requests of the room], as are the next three
         requests = list(self.room.place)
@@ -32,7 +33,7 @@ class RoomBatches:
         self._most_pages = first.burst.pages.shape[1]
 
     def batch(self, step: Step) -> ModelBatch:
-        first, drafts = self._first, DraftRows.of(step)
+        first, drafts = self.first, DraftRows.of(step)
         which, rows = drafts.which, len(drafts.ids)
         made = np.array([len(request.generated) for request in step.rows], dtype=np.int64)  # and all have been seen
         of_row = np.repeat(which, drafts.counts)
@@ -60,4 +61,4 @@ class RoomBatches:
             span_position=first_position,
             rows=rows,
         )
-        return ModelBatch(tokens, attention, burst, draft_rows=drafts)
+        return ModelBatch(tokens, attention, burst, draft_rows=drafts, first_in_room=self._lists)

@@ -42,4 +42,4 @@ class DraftRoom:
     def most(self, request: Request) -> int:
         """How many tokens of it may be guessed."""
         place = self.place[request]
-        return min(int(self.rows[place]) - 1, int(self.ends[place]) - request.length)
+        return max(0, min(int(self.rows[place]) - 1, int(self.ends[place]) - request.length))

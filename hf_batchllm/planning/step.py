@@ -62,9 +62,14 @@ class Step:
         return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks) + guessed
 
     @property
+    def in_rows(self) -> bool:
+        """Whether each guessed token is a row of its own, if there is any."""
+        return self.room is not None or bool(self.drafts)
+
+    @property
     def is_drafted(self) -> bool:
         """Whether tokens that are guessed run in it. Then all of its chunks are decode rows with such tokens."""
-        return bool(self.drafts) or any(chunk.draft for chunk in self.chunks)
+        return self.in_rows or any(chunk.draft for chunk in self.chunks)
 
     def times_of(self, request: Request) -> int:
         """How many tokens the step gives a request. Right only until the engine calls ``request.expect``."""

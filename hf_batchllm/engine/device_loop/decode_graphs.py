@@ -35,7 +35,6 @@ _WARM_ROWS = 16  # rows of the run in which kernels are compiled
 # first, which would make the host wait.
 _PLENTY_OF_BYTES = 2 << 30
 _ANOTHER_RANK = "another rank that runs this model could not capture its part"
-_FEW_STEPS = 100  # to come: a graph of more rows than needed serves them all, rather than another capture
 _LARGER = 1.6  # a graph of up to so many times the rows serves them for longer than a few steps
 
 
@@ -110,7 +109,7 @@ class DecodeGraphs:
         with_drafts, attention = batch.draft_rows, batch.attention
         drafts = with_drafts is not None
         rows = attention.rows if with_drafts is None else with_drafts.total
-        size = self._size_for(rows, steps_to_come) if with_drafts is None else self._size_of(with_drafts, steps_to_come)
+        size = self._size_for(rows, steps_to_come) if with_drafts is None else self._size_of(with_drafts)
         kind = _Kind(size, drafts)
         held = self._graphs.get(kind)
         checks_later = self._checks_later and held is not None and held.captured
@@ -120,7 +119,7 @@ class DecodeGraphs:
 
         @cache
         def work() -> StepWork:
-            return self._backend.work_of(attention if with_drafts is None else attention.in_room(with_drafts))
+            return self._backend.work_of(batch.first_in_room or attention)
 
         try:
             graph.load(batch, work)
@@ -152,7 +151,7 @@ class DecodeGraphs:
         drafts, burst = batch.draft_rows, batch.burst
         if drafts is None or burst is None or self.model_may_have_changed or not self.does_all:
             return False
-        kind = _Kind(self._size_of(drafts, int(burst.left.max())), True)
+        kind = _Kind(self._size_of(drafts), True)
         graph = self._graphs.get(kind)
         return graph is not None and graph.captured and graph.has_lists_of(drafts.room)
 
@@ -170,14 +169,9 @@ class DecodeGraphs:
         self._sizes.add(size)
         return size
 
-    def _size_of(self, drafts: DraftRows, steps_to_come: int) -> int:
-        if drafts.room is not None:
-            return drafts.room.size
-        size = draft_size_of(drafts.total)
-        captured = {kind.rows for kind in self._captured() if kind.drafts}
-        if size not in captured and steps_to_come < _FEW_STEPS:
-            size = min((other for other in captured if other > size), default=size)
-        return size
+    @staticmethod
+    def _size_of(drafts: DraftRows) -> int:
+        return draft_size_of(drafts.total) if drafts.room is None else drafts.room.size
 
     @property
     def _picked_on_device(self) -> bool:

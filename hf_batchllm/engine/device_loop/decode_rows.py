@@ -252,7 +252,8 @@ class DecodeRows:
         if self.has_lists_of(room):
             return
         self._room, step = None, work()
-        assert room is not None or step.rows == batch.attention.rows, "rows that are not in the lists see nothing"
+        rows = batch.attention.rows if room is None else room.total
+        assert step.rows == rows, "rows that are not in the lists see nothing"
         self.work.load(step)
         self._room = room
 

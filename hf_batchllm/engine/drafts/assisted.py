@@ -162,7 +162,11 @@ class AssistedAhead(Assisted, DraftsAhead):
         return guesses
 
     def ran(self, step: Step, began: float, launched: float, gained: int, steady: bool) -> None:
-        super().ran(step, began, launched, gained, steady and (self.assistant.is_steady or not step.drafts))
+        super().ran(step, began, launched, gained, steady and (self.assistant.is_steady or not step.in_rows))
+
+    @property
+    def _may_go_on(self) -> bool:
+        return False
 
     def _count(self, requests: Sequence[Request]) -> int:
         rows, ahead = len(requests), self._seconds_of(size_of(len(requests)))

@@ -31,7 +31,7 @@ class Loop(Protocol):
 
 def collect_drafted(engine: Loop, drafts: Drafts, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
     """Give each request its tokens. Gives those that end, and how many tokens came of guesses."""
-    if flight.step.drafts:
+    if flight.step.in_rows:
         finished, accepted = _of_rows(engine, drafts, flight, tokens)
     else:
         drafts.before(flight.step)

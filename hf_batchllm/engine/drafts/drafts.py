@@ -180,8 +180,13 @@ class Drafts:
             counts[longest] = min(_PROBE, room)
         return first_of(guesses, counts)
 
+    @property
+    def _rate(self) -> float:
+        """How many guesses are right, of all requests."""
+        return self._of_all[0] / self._of_all[1]
+
     def _rate_of(self, request: Request) -> float:
-        of_all = self._of_all[0] / self._of_all[1]
+        of_all = self._rate
         right, tried = self._of_each.get(request, _UNSEEN)
         return (right + _OF_ALL * of_all) / (tried + _OF_ALL)
 

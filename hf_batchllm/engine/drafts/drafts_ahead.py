@@ -19,6 +19,7 @@ from ...planning.requests_and_prefixes import Request
 from ...planning.step import Step
 from ..device_loop.graph_sizes import DRAFT_SIZES, draft_size_of, size_of
 from .drafts import Drafts, draft_of, first_of
+from .kept_room import KeptRoom
 from .step_seconds import StepSeconds
 
 _LOOKED_AT = 16  # rows of a burst whose tokens are held against guesses
@@ -34,12 +35,9 @@ _TRIED = 16  # steps with drafts, after which they must be faster
 _KEPT = 0.94  # how much the steps before the latest count
 _PAUSE, _LONGEST_PAUSE = 8, 256  # bursts without drafts after some that were slower
 _BURSTS_FOR_GRAPHS = 12  # in which graphs for steps with drafts may be captured before the first such step
-_ROOM_TO_GROW = 64  # tokens of each answer, for which lists are made at a time
-_SETTLED = 8  # steps until it is asked again what suits
-_FITTING = 0.8  # of the guessed tokens must find room
-_UNSUITED = 1  # times that a room may not suit, before there is another
+_SETTLED = 8  # steps in a room until it is asked again what pays
 _CAPTURE = 0.1  # seconds for a graph
-_TOO_SMALL = 50
+_TOO_SMALL = 50  # steps for which a graph of another size would have been better by far, before it is captured
 
 
 class DraftsAhead(Drafts):
@@ -65,12 +63,11 @@ class DraftsAhead(Drafts):
         self._spent = 0.0  # seconds in which the device made the guesses of the latest step
         self.must_know = False  # the next step has drafts, if any pays
         self._planned: Step | None = None
-        self._sizes: Sequence[int] = DRAFT_SIZES  # of steps with drafts, smallest first
-        self._room: DraftRoom | None = None  # of the latest such step
-        self._too_small = 0  # steps for which a graph of another size would have been better by far
-        self._keeps_room = False  # the next step has it, too
-        self._settled = 0  # steps since it was last asked whether it suits
-        self._unsuited = 0  # times on end that it did not
+        self._rooms = KeptRoom(self._most, self._lengthen)
+        self._too_small = 0  # steps
+        self._asked = False  # whether there was a guess, and it was asked whether it pays
+        self._room: DraftRoom | None = None  # in which the next step can run
+        self._settled = 0  # steps since it was last asked what pays
         self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
         self._device = StepSeconds(share)
         self._read = 0  # tokens whose K and V the latest step read
@@ -90,58 +87,42 @@ class DraftsAhead(Drafts):
         if not self.must_know:
             return most
         self._read = _read_by(step.rows)
-        self._keeps_room = self._room is not None and self._room.holds(step.rows)
+        room = self._room = None if step.chunks else self._rooms.of(step.rows)
+        self._asked = False
         drafted = super().added(step)
-        if drafted is step:  # prompts have come in between, or no guess pays
-            self._end()
-            return most
+        if drafted is step:
+            if room is None or not self._may_go_on:  # prompts have come in between, or no guess pays
+                self._end()
+                return most
+            drafted = Step(step.rows, copies=step.copies, room=room)
         self._planned = drafted
         return 1
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Where nothing is guessed this time, and the next time something may be."""
+        return not self._asked
 
     def added(self, step: Step) -> Step:
         planned, self._planned = self._planned, None
         return planned if planned is not None and planned.rows is step.rows else step
 
     def _with(self, step: Step, drafts: dict[Request, list[int]]) -> Step:
-        room = self._room_for(step.rows, drafts)
+        room = self._room
+        if room is None or not self._settled:
+            room = self._rooms.next(step.rows, drafts, self._rate, self._most_tokens)
         there = {request: draft[: room.most(request)] for request, draft in drafts.items()}
         chunks = [draft_of(request, draft) for request, draft in there.items() if draft]
         return Step(step.rows, copies=step.copies, drafts=chunks, room=room) if chunks else step
 
-    def _room_for(self, requests: Sequence[Request], drafts: dict[Request, list[int]]) -> DraftRoom:
-        """The one of the step before, as long as it serves: lists for another take the host long."""
-        room, guessed = self._room, sum(map(len, drafts.values()))
-        if room is not None and self._keeps_room:
-            if self._settled:
-                return room
-            fitting = sum(min(len(draft), room.most(request)) for request, draft in drafts.items())
-            suits = fitting >= _FITTING * guessed and self._size(len(requests) + guessed) == room.size
-            self._unsuited = 0 if suits else self._unsuited + 1
-            if self._unsuited <= _UNSUITED:
-                return room
-        rows = np.array([1 + len(drafts.get(request, ())) for request in requests], dtype=np.int64)
-        most = np.array([1 + max(self._most(request), 0) for request in requests], dtype=np.int64)
-        size = self._size(int(rows.sum()))
-        free = min(size, max(self._most_tokens, int(rows.sum())))  # the others of the graph cost nothing
-        while len(shorter := np.flatnonzero(rows < most)[: free - int(rows.sum())]):
-            rows[shorter] += 1
-        asked = [min(request.length + _ROOM_TO_GROW, request.max_length) for request in requests]
-        ends = [self._lengthen(request, end) for request, end in zip(requests, asked, strict=True)]
-        self._room, self._unsuited = DraftRoom.of(requests, rows, np.array(ends, dtype=np.int64), size), 0
-        return self._room
-
-    def _size(self, tokens: int) -> int:
-        """Rows of the graph that such a step runs in."""
-        return next((size for size in self._sizes if size >= tokens), draft_size_of(tokens))
-
     def launched(self, step: Step) -> None:
-        if not step.drafts:  # a request may lose its pages, and come back with others
-            self._room = None
+        if not step.in_rows:  # a request may lose its pages, and come back with others
+            self._rooms.end()
         unnoted, self._unnoted = self._unnoted, []
         for request, guessed, accepted in unnoted:
             if not request.done:
                 super().seen(request, guessed, accepted)
-        if step.drafts:
+        if step.in_rows:
             self._learn(step.rows)
 
     def seen(self, request: Request, guessed: int, accepted: int) -> None:
@@ -150,12 +131,11 @@ class DraftsAhead(Drafts):
     # -- what pays -----------------------------------------------------------------------------------------------
 
     def _that_pay(self, rows: int, guesses: dict[Request, list[int]]) -> dict[Request, list[int]]:
-        if (
-            self._keeps_room and self._settled < _SETTLED
-        ):  # then other rows than those that are there are not thought of
-            self._settled += 1
+        room = self._room
+        if room is not None and self._settled < _SETTLED and self._rooms.fits(room, rows, guesses, self._rate):
+            self._settled += 1  # rows that are there cost nothing
             return guesses
-        self._settled = 0
+        self._settled, self._asked = 0, True
         likeliest, speed = self._best(rows, self._chances(guesses))
         ahead = self._seconds_of(size_of(rows))
         if ahead is not None and speed * ahead <= _ENOUGH * rows:
@@ -178,8 +158,8 @@ class DraftsAhead(Drafts):
         if not len(order):
             return order, 0.0
         tokens = rows + np.cumsum(chances.ravel()[order])
-        largest = self._sizes[-1]
-        sizes = [*self._sizes, *(size for size in DRAFT_SIZES if size > largest)]
+        largest = self._rooms.sizes[-1]
+        sizes = [*self._rooms.sizes, *(size for size in DRAFT_SIZES if size > largest)]
         step = np.searchsorted(sizes, rows + 1 + np.arange(len(order)))
         seconds = np.array([self._seconds_of(size) or 1.0 for size in sizes])[step]
         speeds = tokens / (seconds + self._expected_gap(rows))
@@ -188,7 +168,7 @@ class DraftsAhead(Drafts):
             within = int(speeds[: largest - rows].argmax())
             self._too_small += int(speeds[best] > _MARGIN * speeds[within])
             if self._too_small > _TOO_SMALL:  # the next step is to wait for one
-                self._sizes, self._too_small = sizes[: int(step[best]) + 1], 0
+                self._rooms.sizes, self._too_small = sizes[: int(step[best]) + 1], 0
             best = within
         return order[: best + 1] // chances.shape[1], float(speeds[best])
 
@@ -224,8 +204,8 @@ class DraftsAhead(Drafts):
         if step.chunks or not steady:
             return
         rows = len(step.rows)
-        if step.drafts:
-            size = draft_size_of(step.tokens) if step.room is None else step.room.size
+        if step.room is not None:
+            size = step.room.size
             device, known = now - max(launched, before), self._expected_gap(rows)
             self._device.note(size, device, self._read)
             gap = min(max(launched - before - self._spent, 0.0), _LONGEST_GAP * known)
@@ -267,7 +247,7 @@ class DraftsAhead(Drafts):
         self._waited += 1
         if not self._ready_for(sizes[::-1]) and self._waited <= _BURSTS_FOR_GRAPHS:
             return False
-        self._waited, self._sizes = 0, sizes
+        self._waited, self._rooms.sizes = 0, sizes
         return True
 
     def _sizes_to_come(self, requests: Sequence[Request], tokens: int) -> list[int]:
@@ -277,7 +257,7 @@ class DraftsAhead(Drafts):
         """
         left = sorted((request.max_new_tokens - request.made for request in requests), reverse=True)
         each = tokens / len(requests)  # rows of an answer
-        gained = 1 + (each - 1) * self._of_all[0] / self._of_all[1]  # tokens of an answer in a step
+        gained = 1 + (each - 1) * self._rate  # tokens of an answer in a step
         sizes = [draft_size_of(tokens)]
         for size in DRAFT_SIZES[::-1]:
             answers = int(size / each)
@@ -290,7 +270,7 @@ class DraftsAhead(Drafts):
         return sizes
 
     def _end(self) -> None:
-        self.must_know, self._sizes = False, DRAFT_SIZES
+        self.must_know, self._rooms.sizes = False, DRAFT_SIZES
 
     def _check(self, rows: int, gained: int, seconds: float) -> None:
         """A step with drafts gave so many tokens: enough, on the whole?"""
