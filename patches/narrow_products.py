@@ -17,13 +17,14 @@ Product = Callable[..., torch.Tensor]  # (input [rows, depth], weight [columns, 
 _WIDE = 256
 _ALIGNED = 16  # bytes
 _PLAIN = torch.Tensor, torch.nn.Parameter
-_TYPES = torch.bfloat16, torch.float16, torch.float32
+_HALVES = torch.bfloat16, torch.float16
+_TYPES = *_HALVES, torch.float32
 
 
 def is_narrow(weight: torch.Tensor) -> bool:  # [columns, depth]
-    columns, depth = weight.shape
-    odd = any(size * weight.element_size() % _ALIGNED for size in (columns, depth))
-    return odd or columns < _WIDE or weight.dtype == torch.float32
+    (columns, depth), size = weight.shape, weight.element_size()
+    odd = columns * size % _ALIGNED or depth * size % _ALIGNED
+    return bool(odd) or columns < _WIDE or weight.dtype == torch.float32
 
 
 @cache
@@ -34,6 +35,8 @@ def narrow_linear(own: Product, product: Product, device_type: str = "cuda") -> 
     """
 
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.ndim == 2 and weight.dtype in _HALVES and not is_narrow(weight):  # most of them, and at once
+            return own(input, weight, bias)
         given = (input, weight) if bias is None else (input, weight, bias)
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in given)
         if trains or torch.is_autocast_enabled(device_type) or not _is_ours(given, device_type):

@@ -60,6 +60,28 @@ def test_one_of_fewer_rows_serves_while_some_are_idle(made: list[int]) -> None:
     assert len(made) > 1 and len(made) == len(set(made)), made
 
 
+@pytest.mark.parametrize("tokens", [1000, 100])
+def test_after_the_last_prompts_one_is_captured_at_once(
+    tokens: int, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the host has no time: the first step of rows alone would wait for it in any case."""
+    monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: False)
+    replays, run = [], DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, batch: Any, steps_to_come: int) -> Any:
+        produced = run(self, batch, steps_to_come)
+        replays.append(self.replays)
+        return produced
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    generator = BatchGenerator(model_on("cpu", "llama"), **CONFIG, max_batch_tokens=tokens)
+    generator.generate(short_prompts(60), max_new_tokens=20, **OPTIONS)
+    assert replays[0] and made[0] == 64
+    made.clear(), replays.clear()
+    generator.generate(short_prompts(60), max_new_tokens=6, **OPTIONS)
+    assert not any(replays) and (tokens == 100 or len(made) == 1)  # too few steps
+
+
 class AsIs(LogitsProcessor):
     """Of the user's own, so the host picks."""
 

@@ -10,6 +10,7 @@ import torch
 
 from ...model.batch import ModelBatch
 from ...planning.requests_and_prefixes import Request
+from .graph_sizes import WORTHWHILE_STEPS
 from .steps_as_graphs import StepsAsGraphs
 from .still_running import StillRunning
 
@@ -33,19 +34,25 @@ class GraphLauncher(StepsAsGraphs, ABC):
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         """Launch the step on the stream."""
 
-    def prepare_graphs(self, sampling: Sequence[Request], only_largest: bool = False) -> None:
+    def prepare_graphs(self, sampling: Sequence[Request], only_largest: bool = False, of_prompts: bool = False) -> None:
         """A step with these requests has been launched: capture a graph while the device is at work on earlier ones.
 
-        only_largest: none before it is known how many rows there will be at most.
+        only_largest: none before it is known how many rows there will be at most. of_prompts: whether that step has
+        some. After the last of these the next step waits for its graph in any case, so that one is captured at once.
         """
         running = self._still_running
         if self.graphs is None or running is None or not self.graphs.prepares:
             return
         running.begin(sampling)
         # Before a capture that holds sums of all ranks, each rank must find its device at work.
-        ahead = self.runner.architecture.ranks.any("time for a capture", not self._is_behind())
-        if not ahead and (not only_largest or running.most_is_known()):
-            self.graphs.prepare(*running.tokens_left())
+        ranks = self.runner.architecture.ranks
+        ahead = ranks.any("time for a capture", not self._is_behind())
+        if ahead and not (of_prompts and running.all_have_begun and ranks.size == 1):
+            return
+        if not only_largest or running.most_is_known():
+            left, may_stop = running.tokens_left()
+            if not ahead or max(left, default=0) >= WORTHWHILE_STEPS:
+                self.graphs.prepare(left, may_stop)
 
     def _is_behind(self) -> bool:
         """Whether the device is still at work on the step before this one: then the host has time."""

@@ -50,7 +50,7 @@ class RunAhead(GraphLauncher):
             self.seats.put(behind)
             self._behind.difference_update(behind)
         wait = self._run(batch, sampling)
-        self.prepare_graphs(sampling)
+        self.prepare_graphs(sampling, of_prompts=batch.burst is None)
         return wait
 
     def _run(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:

@@ -26,6 +26,10 @@ class StillRunning:
                 del self._waiting[request]
                 self._begun.append(request)
 
+    @property
+    def all_have_begun(self) -> bool:
+        return not self._waiting
+
     def most_is_known(self) -> bool:
         """Whether all that have not ended fit at the same time. Otherwise it is not known how many will run."""
         # Plain fields in place of properties: there may be tens of thousands, in each step.
