@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +16,24 @@ from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Step
 
+Guesses = Callable[[Request, random.Random], bool]  # whether an answer has a guess
+
 
 def seconds_of(
-    right: float, rows: int, host: float, each: float, monkeypatch: pytest.MonkeyPatch, guesses: float = 1.0
+    right: float, rows: int, host: float, each: float, monkeypatch: pytest.MonkeyPatch, guesses: float | Guesses = 1.0
 ) -> float:
     """How many times as long it takes, where guesses are right with this chance, a step takes 1 second and each of its
     tokens so many beside, and the host so many between two steps that it waits for."""
     with monkeypatch.context() as patch:
-        return _seconds_of(right, rows, host, each, Clock(patch), guesses)
+        chance = guesses if callable(guesses) else lambda _, dice: dice.random() < guesses
+        return _seconds_of(right, rows, host, each, Clock(patch), chance)
 
 
-def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock, guesses: float) -> float:
+def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock, guesses: Guesses) -> float:
     dice, times, total = random.Random(3), 16, 600
     requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 10**6) for place in range(rows)]
     drafts = DraftsAhead(lambda _: 8, lambda _: 3, requests, lambda _, end: end, None, 10**6)
-    guess: Callable[[Any], list[int]] = lambda _: [1] * 8 if dice.random() < guesses else []  # noqa: E731
-    drafts._guess = guess  # type: ignore[method-assign]
+    drafts._guess = lambda request: [1] * 8 if guesses(request, dice) else []  # type: ignore[method-assign]
     for request in requests:
         request.generated, request.computed = [1], 4
 
@@ -95,7 +96,24 @@ def test_drafts_that_pay_go_on(rows: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert seconds_of(0.95, rows, 0.1, 1 / 320, monkeypatch) < 0.8
     assert ends[0] == 0
     assert seconds_of(0.7, rows, 0.1, 1 / 320, monkeypatch, guesses=0.6) < (0.7 if rows == 1 else 0.9)
-    assert ends[0] < 5
+    assert ends[0] < 8
+
+
+def test_where_no_tokens_are_guessed_for_long_drafts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And begin again soon: that an answer copies now and then says nothing of what it costs."""
+
+    def guesses(request: Request, _: random.Random) -> bool:
+        return len(request.generated) // 40 % 2 == 0
+
+    pauses, own = list[int](), DraftsAhead._end
+
+    def end(self: DraftsAhead) -> None:
+        own(self)
+        pauses.append(self._pause)
+
+    monkeypatch.setattr(DraftsAhead, "_end", end)
+    assert seconds_of(0.95, 1, 0.1, 1 / 320, monkeypatch, guesses) < 0.9
+    assert len(pauses) > 3 and len(set(pauses)) == 1
 
 
 def test_a_full_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +133,7 @@ def test_a_pause_of_the_callers_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> No
             return times
 
         patch.setattr(DraftsAhead, "most_times", most_times)
-        assert _seconds_of(0.95, 8, 0.1, 1 / 320, clock, 1.0) < 0.5
+        assert _seconds_of(0.95, 8, 0.1, 1 / 320, clock, lambda *_: True) < 0.5
     assert len(drafted) > 50
 
 

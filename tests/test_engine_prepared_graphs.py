@@ -78,8 +78,12 @@ def test_after_the_last_prompts_one_is_captured_at_once(
     generator.generate(short_prompts(60), max_new_tokens=20, **OPTIONS)
     assert replays[0] and made[0] == 64
     made.clear(), replays.clear()
-    generator.generate(short_prompts(60), max_new_tokens=6, **OPTIONS)
+    generator.generate(short_prompts(60), max_new_tokens=8, **OPTIONS)
     assert not any(replays) and (tokens == 100 or len(made) == 1)  # too few steps
+    made.clear(), replays.clear()
+    limits = [GenerationConfig(max_new_tokens=4 if place < 25 else 20) for place in range(60)]
+    generator.generate(short_prompts(60), limits, **OPTIONS)
+    assert replays[0] and made == [64, 48]  # the second one by the step that needs it
 
 
 class AsIs(LogitsProcessor):

@@ -64,7 +64,8 @@ class BatchBuilder:
         if step.room is None:
             return self._build(step)
         if step.rows != list(step.room.place) or not self.most_times or self.placeholder is not None:
-            return self._build(replace(step, room=None))  # lists of a room are made of all of its requests
+            # Its lists would be made of other rows than it has, or not be kept.
+            return self._build(replace(step, room=None))
         batch = self._build(step)
         self._in_room = RoomBatches(step, batch)
         return self._in_room.first

@@ -63,12 +63,12 @@ class Step:
 
     @property
     def in_rows(self) -> bool:
-        """Whether each guessed token is a row of its own, if there is any."""
+        """Whether each guessed token is a row of its own. In a room there may be none in some steps."""
         return self.room is not None or bool(self.drafts)
 
     @property
     def is_drafted(self) -> bool:
-        """Whether tokens that are guessed run in it. Then all of its chunks are decode rows with such tokens."""
+        """Whether tokens that are guessed run in it, or could. Then all of its chunks are rows with such tokens."""
         return self.in_rows or any(chunk.draft for chunk in self.chunks)
 
     def times_of(self, request: Request) -> int:

@@ -26,7 +26,7 @@ from ...model.triton_attention import StepWork, TritonBackend, WorkSeen
 from ...notices import Notices
 from ...sampling.device_logprobs import DeviceLogProbs
 from .decode_rows import Advance, DecodeRows, Pick, Produced
-from .graph_sizes import WORTHWHILE_STEPS, draft_size_of, size_of, sizes_to_come
+from .graph_sizes import SMALLEST_PREPARED, WORTHWHILE_STEPS, draft_size_of, size_of, sizes_to_come
 from .seats import Seats
 
 _CAPTURE = "graphs: capture"
@@ -247,10 +247,11 @@ class DecodeGraphs:
     def _captured(self) -> set[_Kind]:
         return {kind for kind, graph in self._graphs.items() if graph.captured}
 
-    def prepare(self, left: Sequence[int], may_stop: bool) -> None:
+    def prepare(self, left: Sequence[int], may_stop: bool, only_next: bool = False) -> None:
         """Capture one of the graphs that steps to come will need, while the device is at work on earlier ones.
 
         ``left``: how many tokens each of the running sequences may still get; ``may_stop``: some may end before that.
+        ``only_next``: none but that of a step of all of these.
         """
         known = self._met or self._backend.work_seen  # the kinds of work that layers have had so far
         if not self.prepares or not known or not self.does_all:
@@ -262,6 +263,8 @@ class DecodeGraphs:
         if not self._picked_on_device:
             sizes = sizes[:1]  # it serves fewer rows as well
         kinds = [*(_Kind(size, drafts=True) for size in self._draft_sizes), *map(_Kind, sizes)]
+        if only_next:
+            kinds = [_Kind(size_of(len(left)))] if size_of(len(left)) >= SMALLEST_PREPARED else []
         there = self._captured()
         kind = next((kind for kind in kinds if kind not in there), None)
         if not self.prepares or kind is None or self._is_tight():

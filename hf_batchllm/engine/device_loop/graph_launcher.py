@@ -19,10 +19,12 @@ class GraphLauncher(StepsAsGraphs, ABC):
     """A ``Launcher`` whose steps run in that way."""
 
     _still_running: StillRunning | None = None  # of the requests that `start` was given last
+    _all_have_begun = False  # since `start`: all prompts have been run once
     _end_of_latest: torch.cuda.Event | None = None  # the step that was launched last
 
     def start(self, requests: Sequence[Request], most_rows: int) -> None:
         super().start(requests, most_rows)
+        self._all_have_begun = False
         if self.graphs is not None:
             self._still_running = StillRunning(requests, self.graphs.storage, most_rows)
 
@@ -38,7 +40,7 @@ class GraphLauncher(StepsAsGraphs, ABC):
         """A step with these requests has been launched: capture a graph while the device is at work on earlier ones.
 
         only_largest: none before it is known how many rows there will be at most. of_prompts: whether that step has
-        some. After the last of these the next step waits for its graph in any case, so that one is captured at once.
+        some. After the last of them the next step waits for its graph in any case, so that one is captured at once.
         """
         running = self._still_running
         if self.graphs is None or running is None or not self.graphs.prepares:
@@ -47,12 +49,14 @@ class GraphLauncher(StepsAsGraphs, ABC):
         # Before a capture that holds sums of all ranks, each rank must find its device at work.
         ranks = self.runner.architecture.ranks
         ahead = ranks.any("time for a capture", not self._is_behind())
-        if ahead and not (of_prompts and running.all_have_begun and ranks.size == 1):
-            return
-        if not only_largest or running.most_is_known():
+        next_waits = of_prompts and not self._all_have_begun and running.all_have_begun and ranks.size == 1
+        self._all_have_begun |= next_waits
+        if (not ahead or next_waits) and (not only_largest or running.most_is_known()):
             left, may_stop = running.tokens_left()
-            if not ahead or max(left, default=0) >= WORTHWHILE_STEPS:
+            if not ahead:
                 self.graphs.prepare(left, may_stop)
+            elif max(left, default=0) > WORTHWHILE_STEPS:  # these are counted with the token of this step
+                self.graphs.prepare(left, may_stop, only_next=True)
 
     def _is_behind(self) -> bool:
         """Whether the device is still at work on the step before this one: then the host has time."""

@@ -20,7 +20,7 @@ _SIZES = (
 )  # fmt: skip
 DRAFT_SIZES = (16, 64, 128, 256, 512)  # of steps with tokens that are guessed: their number changes with each step
 _STEP = 256  # between sizes beyond the last of these
-_SMALLEST_PREPARED = 16  # kernels are compiled once for all sizes that this divides
+SMALLEST_PREPARED = 16  # kernels are compiled once for all sizes that this divides
 _SIZES_AHEAD = 3  # how many are prepared at a time where answers may stop before their limit
 
 
@@ -63,7 +63,7 @@ def sizes_to_come(left: Sequence[int], may_stop: bool) -> list[int]:
     left = sorted(left, reverse=True)
     sizes: list[int] = []
     size = size_of(len(left)) if left else 0
-    while size >= _SMALLEST_PREPARED:
+    while size >= SMALLEST_PREPARED:
         below = next_smaller(size)
         # How many steps have more than `below` rows, and no more than `size`.
         steps = left[below] - (left[size] if size < len(left) else 0)

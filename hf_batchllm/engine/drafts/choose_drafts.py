@@ -85,6 +85,7 @@ def drafts_for(
         host: Any = Drafts if assistant is None else AssistedDrafts
         drafts: Drafts = host(*given, launcher.pick_drafted, step_tokens, earlier, **named)
         return drafts
+    named["has_rooms"] = all(each.prompt_keys is each.prompt_ids for each in requests)  # none has images
     named["share"] = use.architecture.kv_bytes_per_token / max(_bytes(use.model), 1)
     if launcher.graphs is not None:
         named["ready"] = launcher.graphs.ready_for_drafts

@@ -106,12 +106,17 @@ class Drafts:
                 self._of_each[request] = _KEPT_WITHOUT * right, _KEPT_WITHOUT * tried
         return self._with(step, drafts) if drafts else step
 
-    def _with(self, step: Step, drafts: dict[Request, list[int]]) -> Step:
+    def _chunks(self, drafts: dict[Request, list[int]]) -> list[Chunk]:
+        """As far as there are pages."""
         chunks = []
         for request, draft in drafts.items():
             end = self._lengthen(request, request.length + len(draft))
-            if there := draft[: end - request.length]:
+            if there := draft[: max(0, end - request.length)]:
                 chunks.append(draft_of(request, there))
+        return chunks
+
+    def _with(self, step: Step, drafts: dict[Request, list[int]]) -> Step:
+        chunks = self._chunks(drafts)
         if not chunks:
             return step
         with_one = {chunk.unit for chunk in chunks}
@@ -210,7 +215,7 @@ class Drafts:
 
     def too_large(self, step: Step) -> None:
         """It ran out of memory."""
-        self._most_tokens = step.tokens // 2
+        self._most_tokens = (step.tokens if step.room is None else step.room.size) // 2
 
     def finished(self, request: Request) -> None:
         self._of_each.pop(request, None)

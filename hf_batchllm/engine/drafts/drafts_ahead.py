@@ -16,7 +16,7 @@ import numpy as np
 
 from ...planning.draft_room import DraftRoom
 from ...planning.requests_and_prefixes import Request
-from ...planning.step import Step
+from ...planning.step import Chunk, Step
 from ..device_loop.graph_sizes import DRAFT_SIZES, draft_size_of, size_of
 from .drafts import Drafts, draft_of, first_of
 from .kept_room import KeptRoom
@@ -35,6 +35,7 @@ _TRIED = 16  # steps with drafts, after which they must be faster
 _KEPT = 0.94  # how much the steps before the latest count
 _PAUSE, _LONGEST_PAUSE = 8, 256  # bursts without drafts after some that were slower
 _BURSTS_FOR_GRAPHS = 12  # in which graphs for steps with drafts may be captured before the first such step
+_IDLE = 5  # steps on end without a guess, after which drafts end
 _SETTLED = 8  # steps in a room until it is asked again what pays
 _CAPTURE = 0.1  # seconds for a graph
 _TOO_SMALL = 50  # steps for which a graph of another size would have been better by far, before it is captured
@@ -44,7 +45,7 @@ class DraftsAhead(Drafts):
     """Each token of a draft is a row of its own, and the device draws the tokens of all rows.
 
     ready: given the sizes of steps to come, says whether there is nothing to wait for before they begin.
-    share: as ``StepSeconds`` has it.
+    share: as ``StepSeconds`` has it. has_rooms: whether batches are made for rooms.
     """
 
     largest_step = DRAFT_SIZES[-1]
@@ -55,9 +56,11 @@ class DraftsAhead(Drafts):
         *given: Any,
         ready: Callable[[Sequence[int]], bool] = lambda _: True,
         share: float = 0.0,
+        has_rooms: bool = True,
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
+        self._has_rooms = has_rooms
         self._ready_for = ready
         self._waited = 0  # bursts, for graphs
         self._spent = 0.0  # seconds in which the device made the guesses of the latest step
@@ -67,6 +70,7 @@ class DraftsAhead(Drafts):
         self._too_small = 0  # steps
         self._asked = False  # whether there was a guess, and it was asked whether it pays
         self._room: DraftRoom | None = None  # in which the next step can run
+        self._idle = 0  # steps on end in which nothing was guessed
         self._settled = 0  # steps since it was last asked what pays
         self._foreseen: dict[Request, tuple[int, list[int]]] = {}  # tokens so far, and what would have been guessed
         self._device = StepSeconds(share)
@@ -90,6 +94,7 @@ class DraftsAhead(Drafts):
         room = self._room = None if step.chunks else self._rooms.of(step.rows)
         self._asked = False
         drafted = super().added(step)
+        self._idle = self._idle + 1 if drafted is step else 0
         if drafted is step:
             if room is None or not self._may_go_on:  # prompts have come in between, or no guess pays
                 self._end()
@@ -100,19 +105,25 @@ class DraftsAhead(Drafts):
 
     @property
     def _may_go_on(self) -> bool:
-        """Where nothing is guessed this time, and the next time something may be."""
-        return not self._asked
+        """Where nothing is guessed this time, and soon something may be."""
+        return not self._asked and self._idle <= _IDLE
 
     def added(self, step: Step) -> Step:
         planned, self._planned = self._planned, None
         return planned if planned is not None and planned.rows is step.rows else step
 
     def _with(self, step: Step, drafts: dict[Request, list[int]]) -> Step:
+        if not self._has_rooms:
+            chunks = self._chunks(drafts)
+            return Step(step.rows, copies=step.copies, drafts=chunks) if chunks else step
         room = self._room
         if room is None or not self._settled:
             room = self._rooms.next(step.rows, drafts, self._rate, self._most_tokens)
-        there = {request: draft[: room.most(request)] for request, draft in drafts.items()}
-        chunks = [draft_of(request, draft) for request, draft in there.items() if draft]
+        chunks = _chunks_in(room, drafts)
+        if not chunks and room is self._room:  # none of these answers has more than a row in it
+            self._rooms.end()
+            room = self._rooms.next(step.rows, drafts, self._rate, self._most_tokens)
+            chunks = _chunks_in(room, drafts)
         return Step(step.rows, copies=step.copies, drafts=chunks, room=room) if chunks else step
 
     def launched(self, step: Step) -> None:
@@ -204,8 +215,8 @@ class DraftsAhead(Drafts):
         if step.chunks or not steady:
             return
         rows = len(step.rows)
-        if step.room is not None:
-            size = step.room.size
+        if step.in_rows:
+            size = draft_size_of(step.tokens) if step.room is None else step.room.size
             device, known = now - max(launched, before), self._expected_gap(rows)
             self._device.note(size, device, self._read)
             gap = min(max(launched - before - self._spent, 0.0), _LONGEST_GAP * known)
@@ -270,7 +281,7 @@ class DraftsAhead(Drafts):
         return sizes
 
     def _end(self) -> None:
-        self.must_know, self._rooms.sizes = False, DRAFT_SIZES
+        self.must_know, self._rooms.sizes, self._idle = False, DRAFT_SIZES, 0
 
     def _check(self, rows: int, gained: int, seconds: float) -> None:
         """A step with drafts gave so many tokens: enough, on the whole?"""
@@ -298,6 +309,11 @@ class DraftsAhead(Drafts):
             guesses[request] = guess
         self._foreseen.clear()
         return guesses
+
+
+def _chunks_in(room: DraftRoom, drafts: dict[Request, list[int]]) -> list[Chunk]:
+    there = {request: draft[: room.most(request)] for request, draft in drafts.items()}
+    return [draft_of(request, draft) for request, draft in there.items() if draft]
 
 
 def _read_by(requests: Sequence[Request]) -> int:
