@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,10 @@ from support_families import random_prompts
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
+from hf_batchllm.engine.drafts.drafts import Drafts
 from hf_batchllm.engine.drafts.step_seconds import StepSeconds
+from hf_batchllm.planning.requests_and_prefixes import Request
+from hf_batchllm.planning.step import Chunk
 from hf_batchllm.sampling.text_lookup import TextLookup
 
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
@@ -82,3 +85,20 @@ def both(
 def assert_same(plain: BatchResult, drafted: BatchResult) -> None:
     assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
     assert drafted.report is not None and drafted.report.accepted_tokens > 0
+
+
+def take_guesses(drafts: Drafts, chunks: Sequence[Chunk], token: Callable[[], int]) -> int:
+    """In a simulation: of answers with a guess, whose next token is there, as many more as are guessed. Gives how many.
+
+    A guess is of 1s.
+    """
+    gained = 0
+    for chunk in chunks:
+        accepted = 0
+        assert isinstance(chunk.unit, Request)
+        while accepted < len(chunk.draft) and chunk.unit.generated[-1] == 1:
+            chunk.unit.generated.append(token())
+            accepted += 1
+        gained += accepted
+        drafts.seen(chunk.unit, len(chunk.draft), accepted)
+    return gained

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
-from support_drafts import Clock, always_pay
+from support_drafts import Clock, always_pay, take_guesses
 from support_families import FAMILIES, build, random_prompts
 from support_letter_tokenizers import letter_tokenizer
 from transformers import TextStreamer
@@ -433,17 +433,10 @@ def seconds_of(
             began = launched = clock.now
             drafts.launched(step)
             clock.now += step.times * (1 + each * step.tokens)
-            gained, chunks = 0, step.drafts or step.chunks
+            chunks = step.drafts or step.chunks
             for request in requests:
                 request.generated += [token() for _ in range(1 if chunks else step.times)]
-            for chunk in chunks:
-                accepted = 0
-                assert isinstance(chunk.unit, Request)
-                while accepted < len(chunk.draft) and chunk.unit.generated[-1] == 1:
-                    chunk.unit.generated.append(token())
-                    accepted += 1
-                gained += accepted
-                drafts.seen(chunk.unit, len(chunk.draft), accepted)
+            gained = take_guesses(drafts, chunks, token)
             drafts.ran(step, began, launched, rows + gained, True)
         made = sum(len(request.generated) for request in requests) / rows
         return clock.now / (made * (1 + each * rows))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support_device_loop import device as device  # a fixture
-from support_drafts import Clock
+from support_drafts import Clock, take_guesses
 
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
@@ -54,15 +54,7 @@ def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock,
         if step.in_rows:
             for request in requests:
                 request.generated.append(token())
-            gained += rows
-            for chunk in step.drafts:
-                accepted = 0
-                assert isinstance(chunk.unit, Request)
-                while accepted < len(chunk.draft) and chunk.unit.generated[-1] == 1:
-                    chunk.unit.generated.append(token())
-                    accepted += 1
-                gained += accepted
-                drafts.seen(chunk.unit, len(chunk.draft), accepted)
+            gained = rows + take_guesses(drafts, step.drafts, token)
         else:
             drafts.before(step)
             for request in requests:

@@ -181,9 +181,9 @@ class DecodeRows:
             self._seat = given.pop("seat")
             produced = torch.zeros(rows, most_times, dtype=torch.long, device=device)
             self._state = Rows(**given, produced=produced)
-            self._which = (
-                None if seats.which is None else torch.zeros(rows, dtype=torch.int32, device=device)
-            )  # each row's set of eos tokens
+            self._which: torch.Tensor | None = None  # each row's set of eos tokens
+            if seats.which is not None:
+                self._which = torch.zeros(rows, dtype=torch.int32, device=device)
         self._room: DraftRoom | None = None  # that the lists were made for
         self._logits: torch.Tensor | None = None  # of the latest run, where the host picks
         self._captured_logits: torch.Tensor | None = None  # where each replay puts its own

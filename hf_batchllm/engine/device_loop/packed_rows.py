@@ -18,9 +18,8 @@ class PackedRows:
 
     def __init__(self, rows: int, longs: Mapping[str, int], ints: Mapping[str, int], device: torch.device) -> None:
         self.rows = rows
-        self._at: dict[
-            str, tuple[int, int, bool]
-        ] = {}  # each field's first number, its numbers, and whether of 64 bits
+        # Each field's first number, its numbers, and whether they have 64 bits.
+        self._at: dict[str, tuple[int, int, bool]] = {}
         end = 0
         for fields, words in ((longs, 2), (ints, 1)):
             for name, width in fields.items():
