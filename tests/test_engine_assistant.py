@@ -432,7 +432,7 @@ def seconds_of(
             clock.now += 0.1 if waited else 0.0
             began = launched = clock.now
             drafts.launched(step)
-            clock.now += step.times * (1 + each * step.tokens)
+            clock.now += step.times * (1 + each * (step.tokens if step.room is None else step.room.size))
             chunks = step.drafts or step.chunks
             for request in requests:
                 request.generated += [token() for _ in range(1 if chunks else step.times)]
