@@ -109,7 +109,7 @@ _HOPPER = Card(
     # kilobytes of registers.
     exact=_ByWidth(Launch(16, 4, 1), Launch(16, 8, 1)),
     in_parts=(
-        _ByWidth(Launch(16, 2, 3), Launch(16, 4, 2)),
+        _ByWidth(Launch(16, 4, 3), Launch(16, 4, 2)),
         _ByWidth(Launch(64, 4, 3), Launch(64, 8, 2)),
         _ByWidth(Launch(64, 4, 3), Launch(64, 8, 2)),  # two blocks to a multiprocessor; with 128 lines a quarter slower
     ),

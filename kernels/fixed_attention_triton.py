@@ -21,6 +21,7 @@ from .work_lists import ITEM_FIELDS, WorkLists
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _FINISHED = tl.constexpr(FINISHED)
+_FEW_LINES = tl.constexpr(FIXED_TILES[0])  # of a block
 _MERGED_HEADS = 4  # for each block of the merge
 _SUMS = tl.constexpr(8)  # columns in which weights are added up: the fewest that a product may have
 
@@ -93,10 +94,10 @@ def _load_seen(
 
 @triton.jit
 def _add_box(
-    acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap,
+    acc, total, peak, query, k_box, v_box, position, line_length, hides, scale, softcap,
     BOX: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, over the keys from ``position`` on.
+    """One step of the online softmax, over the keys from ``position`` on. ``hides``: some line does not see them all.
 
     Weights are added up as a product with ones: key by key, as their values are. A sum along a line would be taken in
     an order that depends on how many threads share the line.
@@ -106,11 +107,12 @@ def _add_box(
     if SOFTCAP:  # ``in_log2`` made scale for the tanh, and softcap in units of log2; tanh(x) = 2 sigmoid(2x) - 1
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)
         factor = 1.0
-    key = position + tl.arange(0, BOX)
-    visible = key[None, :] < line_length[:, None]
-    if WINDOW > 0:
-        visible = visible & (key[None, :] >= line_length[:, None] - WINDOW)
-    scores = tl.where(visible, scores, float("-inf"))
+    if hides:
+        key = position + tl.arange(0, BOX)
+        visible = key[None, :] < line_length[:, None]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] >= line_length[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
     largest = tl.maximum(peak, tl.max(scores, 1) * factor)
     safe = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(scores * factor - safe[:, None]).to(v_box.dtype)
@@ -153,6 +155,7 @@ def _attend_fixed(
 ):
     BOXES: tl.constexpr = boxes_of(PAGE, LONGEST_BOX)
     BOX: tl.constexpr = PAGE // BOXES
+    FEW: tl.constexpr = BLOCK_M <= _FEW_LINES
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS // SLICES
     first_line = tl.program_id(0) // KV_HEADS % SLICES * BLOCK_M
@@ -179,18 +182,33 @@ def _attend_fixed(
     peak_so_far = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_so_far = tl.zeros([BLOCK_M], tl.float32)
     first_part = tl.load(row_parts + line_row, mask=valid, other=0) & (_FINISHED - 1)
-    for nth in tl.range(0, tl.load(record + 3)):
+    parts_before = tl.load(record + 3)
+    carried = tl.load(record + 7)
+    acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
+    # Blocks are short where lines are few: the first part before them and the carried one are waited for together. Of
+    # more lines the registers do not hold both.
+    if FEW:
+        one, one_total, one_peak = _load_part_of_lines(
+            part_out, part_sums, first_part, head, valid & (parts_before > 0), KV_HEADS * GROUP, V_DIM
+        )
         acc, part_total, peak = _load_part_of_lines(
+            part_out, part_sums, first_part + carried, head, valid & (carried >= 0), KV_HEADS * GROUP, V_DIM
+        )
+        total = tl.broadcast_to(part_total[:, None], [BLOCK_M, _SUMS])
+        out_so_far, peak_so_far, total_so_far = _fold(out_so_far, peak_so_far, total_so_far, one, one_peak, one_total)
+    for nth in tl.range(1 if FEW else 0, parts_before):
+        one, one_total, one_peak = _load_part_of_lines(
             part_out, part_sums, first_part + nth, head, valid, KV_HEADS * GROUP, V_DIM
         )
-        out_so_far, peak_so_far, total_so_far = _fold(out_so_far, peak_so_far, total_so_far, acc, peak, part_total)
-    acc, total, peak = _nothing(BLOCK_M, block_of(V_DIM))
-    carried = tl.load(record + 7)
-    if carried >= 0:
+        out_so_far, peak_so_far, total_so_far = _fold(out_so_far, peak_so_far, total_so_far, one, one_peak, one_total)
+    if not FEW and carried >= 0:
         acc, part_total, peak = _load_part_of_lines(
             part_out, part_sums, first_part + carried, head, valid, KV_HEADS * GROUP, V_DIM
         )
         total = tl.broadcast_to(part_total[:, None], [BLOCK_M, _SUMS])
+    seen_by_all = 0  # positions
+    if not FEW and WINDOW == 0:
+        seen_by_all = tl.min(tl.where(valid, line_length, 1 << 30))
 
     whole = 0
     if DESCRIPTORS:
@@ -205,8 +223,9 @@ def _attend_fixed(
                     out_so_far, peak_so_far, total_so_far, acc, total, peak, BLOCK_M, block_of(V_DIM)
                 )
             acc, total, peak = _add_box(
-                acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
-            )
+                acc, total, peak, query, k_box, v_box, position, line_length, position + BOX > seen_by_all,
+                scale, softcap, BOX, SOFTCAP, WINDOW,
+            )  # fmt: skip
             page = next_page
     for i in tl.range(whole, tl.cdiv(tokens, BOX)):  # with descriptors at most one is left
         next_page, _, _ = read_entry(entries, begin + tl.minimum((i + 1) // BOXES, end - begin - 1))
@@ -219,8 +238,9 @@ def _attend_fixed(
                 out_so_far, peak_so_far, total_so_far, acc, total, peak, BLOCK_M, block_of(V_DIM)
             )
         acc, total, peak = _add_box(
-            acc, total, peak, query, k_box, v_box, position, line_length, scale, softcap, BOX, SOFTCAP, WINDOW
-        )
+            acc, total, peak, query, k_box, v_box, position, line_length, True,
+            scale, softcap, BOX, SOFTCAP, WINDOW,
+        )  # fmt: skip
         page = next_page
     out_so_far, peak_so_far, total_so_far = _fold(out_so_far, peak_so_far, total_so_far, acc, peak, tl.max(total, 1))
 
