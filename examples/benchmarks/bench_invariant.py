@@ -3,7 +3,8 @@
     python examples/benchmarks/bench_invariant.py --config llama-8b
     python examples/benchmarks/bench_invariant.py --device cpu --model .models/gemma-3-270m --threads 1
 
-On a GPU in bfloat16, on a CPU in float32. Each list is run some times by either, in turns of one process.
+On a GPU in bfloat16, on a CPU in float32. A machine is not always equally fast, so calls without and with it take
+turns. The median is shown.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.models import load_model
 from hf_batchllm.bench.workload import Workload
 
+TURNS = 3  # of either
 Lists = dict[str, tuple[list[list[int]], int]]  # prompts, and how many new tokens each gets
 
 
@@ -46,8 +48,8 @@ def lists_for_a_cpu() -> Lists:
     }
 
 
-def seconds_for(model: Any, prompts: list[list[int]], new_tokens: int, times: int, invariant: bool) -> float:
-    """The median of some calls, after a first one."""
+def seconds_for(model: Any, prompts: list[list[int]], new_tokens: int, times: int, invariant: bool) -> list[float]:
+    """Of some calls, after a first one."""
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "progress": False}
     found = []
     with BatchGenerator(model, invariant=invariant) as generator:
@@ -55,7 +57,7 @@ def seconds_for(model: Any, prompts: list[list[int]], new_tokens: int, times: in
             begun = time.perf_counter()
             generator.generate(prompts, **options)
             found.append(time.perf_counter() - begun)
-    return statistics.median(found[1:])
+    return found[1:]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", help="a shape with random weights; by default a tiny Llama")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
-    parser.add_argument("--times", type=int, default=3, help="calls after a first one, of which the median is shown")
+    parser.add_argument("--times", type=int, default=1, help="calls in each turn, after a first one (default: 1)")
     parser.add_argument("--short", action="store_true", help="lists for a CPU, also on a GPU")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
@@ -77,7 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{asked.model or config}, {str(dtype).removeprefix('torch.')}, {asked.device}\n")
     print(f"{'':80}{'without':>9}{'with':>9}{'more':>7}")
     for name, (prompts, new_tokens) in lists.items():
-        without, with_it = (seconds_for(model, prompts, new_tokens, asked.times, flag) for flag in (False, True))
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for flag in [False, True] * TURNS:
+            found[flag] += seconds_for(model, prompts, new_tokens, asked.times, flag)
+        without, with_it = (statistics.median(found[flag]) for flag in (False, True))
         print(f"{name:80}{without:7.2f} s{with_it:7.2f} s{with_it / without - 1:7.0%}", flush=True)
 
 
