@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_drafts import Clock
 from support_families import build, random_prompts
 from support_grammars import letters
 from support_letter_tokenizers import EOS
@@ -366,7 +367,7 @@ def seconds_of(right: float, rows: int, each: float, monkeypatch: pytest.MonkeyP
     """How many times as long it takes with drafts, where guesses are right with this chance, a step takes 1 second and
     each of its tokens so many beside."""
     monkeypatch.undo()
-    dice, seconds = random.Random(3), 0.0
+    dice, clock = random.Random(3), Clock(monkeypatch)
     requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 1000) for place in range(rows)]
     drafts = Drafts(lambda _: 8, lambda _: 3, requests, lambda _, end: end, lambda *_: np.empty((0, 1)), 64)
     for request in requests:
@@ -375,16 +376,18 @@ def seconds_of(right: float, rows: int, each: float, monkeypatch: pytest.MonkeyP
     made = 0
     while made < 400 * rows:
         step = drafts.added(Step(requests))
-        seconds += (took := 1 + each * step.tokens)
-        made += rows
+        began, clock.now = clock.now, clock.now + 1 + each * step.tokens
+        before, made = made, made + rows
         for chunk in step.chunks:
             accepted = 0
             while accepted < len(chunk.draft) and dice.random() < right:
                 accepted += 1
             made += accepted
             drafts.seen(chunk.unit, len(chunk.draft), accepted)
-        drafts._times.note(step.tokens, took)
-    return seconds / (made / rows * (1 + each * rows))
+        drafts.ran(step, began, began, len(step.rows) + made - before - rows, True)
+    without = made / rows * (1 + each * rows)
+    assert drafts.saved_seconds == pytest.approx(without - clock.now, abs=0.03 * without)
+    return clock.now / without
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 17, 32, 33])

@@ -29,7 +29,9 @@ def seconds_of(
         return _seconds_of(right, rows, host, each, Clock(patch), chance)
 
 
-def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock, guesses: Guesses) -> float:
+def _seconds_of(
+    right: float, rows: int, host: float, each: float, clock: Clock, guesses: Guesses, paused: float = 0.0
+) -> float:
     dice, times, total = random.Random(3), 16, 600
     requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 10**6) for place in range(rows)]
     drafts = DraftsAhead(lambda _: 8, lambda _: 3, requests, lambda _, end: end, None, 10**6)
@@ -60,8 +62,9 @@ def _seconds_of(right: float, rows: int, host: float, each: float, clock: Clock,
             for request in requests:
                 request.generated += [token() for _ in range(step.times)]
         drafts.ran(step, began, launched, gained or rows, True)
-    made = sum(len(request.generated) for request in requests) / rows
-    return clock.now / (made * (1 + each * size_of(rows)))
+    without = sum(len(request.generated) for request in requests) / rows * (1 + each * size_of(rows))
+    assert drafts.saved_seconds == pytest.approx(without - (clock.now - paused), abs=0.03 * without)
+    return clock.now / without
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
@@ -125,7 +128,7 @@ def test_a_pause_of_the_callers_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> No
             return times
 
         patch.setattr(DraftsAhead, "most_times", most_times)
-        assert _seconds_of(0.95, 8, 0.1, 1 / 320, clock, lambda *_: True) < 0.5
+        assert _seconds_of(0.95, 8, 0.1, 1 / 320, clock, lambda *_: True, paused=50) < 0.5
     assert len(drafted) > 50
 
 

@@ -75,6 +75,7 @@ def report_of(
         images=images,
         drafted_tokens=0 if drafts is None else drafts.drafted,
         accepted_tokens=0 if drafts is None else drafts.accepted,
+        draft_seconds=0.0 if drafts is None else drafts.saved_seconds,
         idle_tokens=engine.idle_tokens,
         device_memory=device_memory,
         timeline=timekeeper.timeline(seconds, page_bytes, capture_seconds),

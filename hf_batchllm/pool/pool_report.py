@@ -15,7 +15,7 @@ from .work import ScoreWork, Work
 
 _ADDED = (
     *("computed_tokens", "recomputed_tokens", "cached_tokens", "model_tokens", "steps", "preemptions", "idle_tokens"),
-    *("drafted_tokens", "accepted_tokens"),
+    *("drafted_tokens", "accepted_tokens", "draft_seconds"),
     *("peak_memory", "kv_memory"),  # each worker has memory of its own
 )
 _SAID = ("fused", "graphs", "states")  # alike in all workers, or nearly

@@ -56,6 +56,8 @@ class RunReport:
     idle_tokens: tokens run for answers that had already ended.
     drafted_tokens: tokens that were guessed and run (``prompt_lookup_num_tokens``).
     accepted_tokens: those of them that were right, so that a step was saved for their answer.
+    draft_seconds: about how many seconds guesses saved, by what steps took in this call with guesses and without.
+        Negative where guesses cost more than they brought. In a pool, the sum of all processes.
     scored_tokens: in a call of ``score``, the tokens whose log-probability was asked for. Its sequences are the
         continuations, each with its context; all of their tokens but the last count as prompt tokens.
     timeline: what the steps ran over as time went by, and where the time went (a Timeline); None in a pool.
@@ -88,6 +90,7 @@ class RunReport:
     idle_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_seconds: float = 0.0
     device_memory: int = 0
     scored_tokens: int = 0
     timeline: Timeline | None = field(default=None, repr=False)
@@ -98,6 +101,11 @@ class RunReport:
     def tokens_per_second(self) -> float:
         """New tokens per second; in a call of ``score``, scored tokens per second."""
         return (self.scored_tokens or self.new_tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def _saved_by_drafts(self) -> str:
+        seconds = f"{abs(self.draft_seconds):.2f}" if abs(self.draft_seconds) < 10 else f"{self.draft_seconds:.0f}"
+        return f": about {seconds} s {'saved' if self.draft_seconds > 0 else 'lost'}" if float(seconds) else ""
 
     def _repr_html_(self) -> str:
         from .views.report import report_html  # imported only when shown
@@ -150,7 +158,7 @@ class RunReport:
             lines.append(f"images     {self.images}")
         if self.drafted_tokens:
             right = f"{self.accepted_tokens:,} of them right ({self.accepted_tokens / self.drafted_tokens:.0%})"
-            lines.append(f"drafts     {self.drafted_tokens:,} tokens were guessed, {right}")
+            lines.append(f"drafts     {self.drafted_tokens:,} tokens were guessed, {right}{self._saved_by_drafts}")
         if self.idle_tokens:
             lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
         if self.seed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -154,9 +155,10 @@ class AssistedAhead(Assisted, DraftsAhead):
     """On a GPU, where steps without drafts run ahead of the host."""
 
     def _guesses(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
-        self.assistant.seconds = 0.0
+        began, self.assistant.seconds = time.perf_counter(), 0.0
         guesses = super()._guesses(requests)
         self._spent = self.assistant.seconds
+        self.saved_seconds -= time.perf_counter() - began
         if not guesses:  # none pays, or there is no room in its cache
             self._waits = _BURSTS_WITHOUT
         return guesses

@@ -93,9 +93,16 @@ class Drafts:
         self._times = Times()
         self._without = 0  # steps since a draft has run
         self.drafted = self.accepted = 0  # tokens
+        self.saved_seconds = 0.0  # about so many: less than none where guesses cost more than they bring
 
     def added(self, step: Step) -> Step:
         """The step with drafts, where they pay: rows that have one are chunks there."""
+        began = time.perf_counter()
+        drafted = self._drafted(step)
+        self.saved_seconds -= time.perf_counter() - began
+        return drafted
+
+    def _drafted(self, step: Step) -> Step:
         if step.chunks or step.times > 1 or not step.rows or len(step.rows) >= self._most_tokens:
             return step
         guesses = self._guesses(step.rows)
@@ -205,7 +212,12 @@ class Drafts:
         gained: tokens of a step that runs once. steady: whether others take as long.
         """
         if steady and (step.is_drafted or not step.chunks):
-            self._times.note(step.tokens, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._times.note(step.tokens, seconds)
+            if step.is_drafted and (line := self._times.line()) is not None:
+                answers = len(step.rows) + len(step.chunks)
+                without = line[0] + line[1] * answers
+                self.saved_seconds += without * (gained + len(step.chunks)) / answers - seconds
 
     def seen(self, request: Request, guessed: int, accepted: int) -> None:
         """So many of the tokens that were guessed for a request were right."""

@@ -93,7 +93,7 @@ class DraftsAhead(Drafts):
         self._read = _read_by(step.rows)
         room = self._room = None if step.chunks else self._rooms.of(step.rows)
         self._asked = False
-        drafted = super().added(step)
+        drafted = self._drafted(step)
         self._idle = self._idle + 1 if drafted is step else 0
         if drafted is step:
             if room is None or not self._may_go_on:  # prompts have come in between, or no guess pays
@@ -221,7 +221,7 @@ class DraftsAhead(Drafts):
             self._device.note(size, device, self._read)
             gap = min(max(launched - before - self._spent, 0.0), _LONGEST_GAP * known)
             self._gap = known + _LATEST * (gap - known)
-            self._check(rows, gained, device + gap + self._spent)
+            self._check(rows, gained, device + gap)
             return
         self._bursts += 1
         ready = launched - began
@@ -285,10 +285,11 @@ class DraftsAhead(Drafts):
 
     def _check(self, rows: int, gained: int, seconds: float) -> None:
         """A step with drafts gave so many tokens: enough, on the whole?"""
-        ahead = self._seconds_of(size_of(rows)) or 0.0
+        otherwise = (self._seconds_of(size_of(rows)) or 0.0) * gained / rows
+        self.saved_seconds += otherwise - seconds
         self._steps += 1
-        self._seconds = _KEPT * self._seconds + seconds
-        self._otherwise = _KEPT * self._otherwise + ahead * gained / rows
+        self._seconds = _KEPT * self._seconds + seconds + self._spent
+        self._otherwise = _KEPT * self._otherwise + otherwise
         if self._steps >= _TRIED and self._otherwise < self._seconds:
             self._end()
             self._waits, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
