@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     by = f"guesses of {asked.assistant}" if assistant is not None else f"up to {GUESSED} tokens at a time"
     print(f"{asked.config}, {str(dtype).removeprefix('torch.')}, {asked.device}, {by}\n")
-    print(f"{'':32}{'right':>6}{'without':>10}{'with':>9}{'faster':>8}   {'steps':15}{'guessed, right, and saved by the report'}")
+    print(f"{'':32}{'right':>6}{'without':>10}{'with':>9}{'faster':>8}   {'steps':15}guessed, right, saved (report)")
     for name, texts in LISTS.items():
         if not any(name.startswith(some) for some in asked.only):
             continue
@@ -146,9 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
         without, with_it = seconds[None], seconds[GUESSED]
         same = all(one.token_ids == other.token_ids for one, other in zip(results[None], results[GUESSED], strict=True))
         report, before = results[GUESSED].report, results[None].report
+        guessed_and_saved = f"{report.drafted_tokens:,}, {report.accepted_tokens:,}, {report.draft_seconds:.2f} s"
         print(
             f"{name:32}{texts.right:>6.0%}{without:>8.2f} s{with_it:>7.2f} s{without / with_it:>7.2f}x   "
-            f"{f'{before.steps:,} -> {report.steps:,}':15}{report.drafted_tokens:,}, {report.accepted_tokens:,}, {report.draft_seconds:.2f} s"
+            f"{f'{before.steps:,} -> {report.steps:,}':15}{guessed_and_saved}"
             f"{'' if same else '   OTHER ANSWERS'}",
             flush=True,
         )
