@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -14,7 +15,7 @@ from support_families import logits_of_rows
 from support_fuzz_calls import Calls, Mismatch, by_ask, expect, without
 from support_fuzz_cases import Ask, Case, as_invariant, draw_config, draw_prompts
 from support_fuzz_exactness import is_as_exact_as_the_model
-from support_fuzz_oracle import CLOSE, NEAR_TIE, Oracle
+from support_fuzz_oracle import CLOSE, NEAR_TIE, Oracle, roughness
 
 from hf_batchllm import BatchGenerator, Generation
 
@@ -32,6 +33,10 @@ class Bench:
     dice: Random
     base: Rows
     ties: int = 0  # rows that came out otherwise, where rounding decides
+
+    @property
+    def rough(self) -> float:
+        return roughness(self.case.family)
 
     def same(self, asks: Sequence[Ask], rows: Rows, of: Sequence[int], what: str) -> None:
         """``rows[i]`` are those of prompt ``of[i]`` of the case."""
@@ -58,29 +63,30 @@ class Bench:
             same = one.finish_reason == other.finish_reason
             expect(same, f"{where}: it ended by {one.finish_reason}, and before by {other.finish_reason}")
             expect(one.text == other.text, f"{where}: its text is {one.text!r}, and was {other.text!r}")
-            near = _equal if exact else _close
+            near = _equal if exact else partial(_close, rough=self.rough)
             expect(near([one.score], [other.score]), f"{where}: its score is {one.score}, and was {other.score}")
             for name in ("logprobs", "prompt_logprobs"):
-                _same_logprobs(getattr(one, name), getattr(other, name), f"{where}: {name}", exact)
+                _same_logprobs(getattr(one, name), getattr(other, name), f"{where}: {name}", exact, self.rough)
 
 
 def _equal(one: Sequence[float | None], other: Sequence[float | None]) -> bool:
     return repr(one) == repr(other)  # NaN is not NaN
 
 
-def _close(one: Sequence[float | None], other: Sequence[float | None]) -> bool:
+def _close(one: Sequence[float | None], other: Sequence[float | None], rough: float) -> bool:
+    near = rough * CLOSE
     return len(one) == len(other) and all(
-        a == b or (a is not None and b is not None and (math.isclose(a, b, rel_tol=CLOSE, abs_tol=CLOSE) or a != a))
+        a == b or (a is not None and b is not None and (math.isclose(a, b, rel_tol=near, abs_tol=near) or a != a))
         for a, b in zip(one, other, strict=True)
     )
 
 
-def _same_logprobs(one: Any, other: Any, what: str, exact: bool) -> None:
+def _same_logprobs(one: Any, other: Any, what: str, exact: bool, rough: float) -> None:
     expect(not exact or repr(one) == repr(other), f"{what} are {one}, and were {other}")
     expect((one is None) == (other is None), f"{what} are there in one of the two alone")
     for at, (a, b) in enumerate(zip(one or [], other or [], strict=True)):
         values = [sorted((each or {}).values()) for each in (a, b)]
-        expect(_close(*values), f"{what} of token {at} are {a}, and were {b}")
+        expect(_close(values[0], values[1], rough), f"{what} of token {at} are {a}, and were {b}")
 
 
 # -- other places in the list ----------------------------------------------------------------------------------
@@ -387,7 +393,7 @@ def _score_others(bench: Bench, generator: BatchGenerator, more: dict[str, Any])
             own = raw.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0].tolist()
             _expect_close(bench, ask, continuation, found.logprobs, own, "a forward pass")
             best = raw.topk(2, dim=-1).values
-            if float((best[:, 0] - best[:, 1]).min()) > NEAR_TIE:
+            if float((best[:, 0] - best[:, 1]).min()) > bench.rough * NEAR_TIE:
                 greedy = bool((raw.argmax(dim=-1) == targets).all())
                 expect(found.is_greedy == greedy, f"is_greedy is {found.is_greedy} of {continuation} after {ask.ids}")
 
@@ -397,7 +403,7 @@ def _expect_close(
 ) -> None:
     if whose == "generate" and bench.case.exact:
         expect(list(own) == list(found), f"score() gives {found} and {whose} {own}")
-    if not _close(own, found):
+    if not _close(own, found, bench.rough):
         both = (is_as_exact_as_the_model(bench.case, ask, of, each) for each in (found, own))
         expect(all(both), f"score() gives {found} and {whose} {own}")
         bench.ties += 1
