@@ -18,8 +18,8 @@ KEYS = 128  # of a part on a CPU; parts end at multiples of it
 
 def attend_parts(
     q: torch.Tensor,  # [pairs, heads, qk_dim]
-    k: torch.Tensor,  # [pairs, keys, kv_heads, qk_dim]
-    v: torch.Tensor,  # [pairs, keys, kv_heads, v_dim]
+    k: torch.Tensor,  # [pairs, keys, kv_heads, qk_dim]; or [1, ...], the same for all pairs
+    v: torch.Tensor,  # [pairs, keys, kv_heads, v_dim]; or [1, ...]
     seen: torch.Tensor,  # [pairs, keys] bool
     scale: float,
     softcap: float | None = None,
@@ -40,21 +40,29 @@ def _attended(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    pairs, keys, kv_heads, dim = k.shape
-    group = q.shape[1] // kv_heads
+    pairs, heads = q.shape[:2]
+    _, keys, kv_heads, dim = k.shape
     exact = torch.promote_types(q.dtype, torch.float32)
-    # Contiguous: the layout of a product's operands must not depend on how many there are.
-    queries = q.to(exact).reshape(pairs * kv_heads, group, dim).contiguous()
-    turned = k.to(exact).permute(0, 2, 1, 3).contiguous().view(pairs * kv_heads, keys, dim)
-    values = v.to(exact).permute(0, 2, 1, 3).contiguous().view(pairs * kv_heads, keys, -1)
-    scores = torch.bmm(queries, turned.transpose(1, 2)).mul_(scale)
+    queries = q.to(exact).reshape(pairs, kv_heads, heads // kv_heads, dim)
+    k, v = k.to(exact).expand(pairs, -1, -1, -1), v.to(exact).expand(pairs, -1, -1, -1)
+    # Head by head, so that nothing is copied. The layout of a product's operands does not depend on how many there are.
+    scores = queries.new_empty(kv_heads, pairs, heads // kv_heads, keys)
+    for head in range(kv_heads):
+        torch.bmm(queries[:, head], k[:, :, head].transpose(1, 2), out=scores[head])
+    scores.mul_(scale)
     if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    scores = scores.view(pairs, kv_heads, group, keys).masked_fill_(~seen[:, None, None], float("-inf"))
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~seen[:, None], float("-inf"))
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak.clamp(min=_LEAST)).exp_()  # all 0 where a row sees nothing
-    made = torch.bmm(weights.view(pairs * kv_heads, group, keys), values)
-    return made.view(pairs, q.shape[1], -1), weights.sum(-1).view(pairs, -1), peak.view(pairs, -1)
+    made = weights.new_empty(*weights.shape[:3], v.shape[3])
+    for head in range(kv_heads):
+        torch.bmm(weights[head], v[:, :, head], out=made[head])
+    return (
+        made.transpose(0, 1).reshape(pairs, heads, -1),
+        weights.sum(-1).transpose(0, 1).reshape(pairs, heads),
+        peak[..., 0].transpose(0, 1).reshape(pairs, heads),
+    )
 
 
 class Merged:

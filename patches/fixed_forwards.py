@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .fixed_experts import expert_forwards
-from .fixed_products import FixedThreads, plain_products
+from .fixed_products import FixedThreads, WideProducts, plain_products
 
 Forward = Callable[..., Any]
 
@@ -21,8 +21,10 @@ class FixedForwards:
     A product that is not found here runs in one thread.
     """
 
-    def __init__(self, model: nn.Module, rows: int, threads: FixedThreads) -> None:
+    def __init__(self, model: nn.Module, rows: int, threads: FixedThreads, wide: WideProducts | None = None) -> None:
+        """wide: of passes with many rows, where there are some."""
         self._threads = threads
+        self._wide = wide
         self._experts = expert_forwards(model, rows, threads)
         self._products = plain_products(model)
         self._before: list[tuple[nn.Module, Forward | None]] = []
@@ -31,9 +33,10 @@ class FixedForwards:
     def applied(self) -> Iterator[None]:
         for module, forward in self._experts:
             self._put(module, forward)
-        if self._threads.of_products > 1:
+        if self._threads.of_products > 1 or self._wide is not None:
             for module in self._products:
-                self._put(module, partial(self._threads.in_several, module.forward))
+                forward = module.forward if self._wide is None else self._wide.forward_of(module)
+                self._put(module, partial(self._threads.in_several, forward))
         try:
             yield
         finally:

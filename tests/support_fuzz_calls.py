@@ -129,6 +129,7 @@ class Calls:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ModelRunner, "_step", _begin)
             patch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+            patch.setattr("hf_batchllm.engine.call.try_wide_passes", lambda *_: None)
             for _ in range(_MOST_TRIES):
                 with BatchGenerator(self.model, models.words(), **config, kv_memory=pages * page) as trial:
                     try:

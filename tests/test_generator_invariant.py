@@ -202,7 +202,7 @@ def test_parts_that_end_elsewhere(monkeypatch: pytest.MonkeyPatch, family: str) 
 
 def test_passes_of_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    monkeypatch.setattr(fixed_passes, "_filled", lambda numbers: numbers)
+    monkeypatch.setattr(fixed_passes, "_filled", lambda numbers, _: numbers)
 
     def attend(self: FixedAttention, call: Any, own: Any = FixedAttention.attend) -> torch.Tensor:
         return own(self, call)[: self.end - self.begin]

@@ -40,7 +40,7 @@ from .drafts.assistant import Assistant
 from .drafts.assistant_model import Assistants
 from .drafts.choose_drafts import open_assistant
 from .expected_time import StepCosts, cost_of_head, usual_rows
-from .invariance_trial import refuse_by_trial
+from .invariance_trial import refuse_by_trial, try_wide_passes
 from .job import Job
 from .kv_memory import KVMemory
 from .loop import Engine
@@ -159,6 +159,7 @@ class Call:
             self._images.read_first()  # before the model is looked at: whether it changes decides what is kept
         self._use.fuse()
         refuse_by_trial(self._use, self._config)
+        try_wide_passes(self._use, self._config, self.plan.sharing.computed_tokens, self._notices)
         # Before the KV cache takes the memory that is free.
         memory = self._kv.memory
         self._assistant = open_assistant(self.job, self._use, self._config, self._assistants, memory, self._notices)

@@ -3,7 +3,7 @@
 In which order numbers are added up is a matter of libraries and cards. So a made-up sequence is run alone, beside
 others and its own copies, and its last tokens once more by themselves, in steps of several sizes. All must give the
 same logits, and put the same K and V into the cache. The first call with a model does so: it takes as long as a few
-steps.
+steps. On a CPU the first call with many tokens tries wide passes as well.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from ..config import BatchConfig
 from ..errors import UnsupportedModelError
 from ..inputs.base_model import base_model
 from ..model.batch_builder import BatchBuilder
+from ..model.fixed_passes import ROWS, WIDE_ROWS
 from ..model.kv_storage import KVStorage
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
 from ..model.trial_passes import MadeUp
+from ..notices import Notices
+from ..patches.fixed_products import FixedThreads, WideProducts, kinds_that_may_be_wide
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk, Step
 
@@ -44,21 +47,19 @@ _MOST_COPIES = 3  # of the sequence, in a step
 _ON_CPU = _Steps(8, (5,), (), (1, 37))
 _ON_GPU = _Steps(300, (3, 9, 40, 130, 520), (2, 7, 70), (1, 2, 3, 5, 8, 16, 17, 32, 64, 100, 128, 200, 256, 384, 512))
 
+_WIDE_FROM = 8 * WIDE_ROWS  # tokens of a call: the trial of wide passes runs over twice as many rows as one has
+
 _tried: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
+_wide: WeakKeyDictionary[nn.Module, dict[object, WideProducts | None]] = WeakKeyDictionary()
 
 
 def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
     """Once for each model and way of running it."""
-    device = use.device
-    kind = device.type
-    key = (
-        (config.fuse, config.page_size, config.backend, device, torch.get_num_threads(), use.fused_summary),
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-        (torch.are_deterministic_algorithms_enabled(), str(torch.backends.cuda.preferred_blas_library())),
-        tuple((each.shape, each.dtype) for each in use.model.parameters()),
-    )
+    if not config.invariant:
+        return
+    device, key = use.device, _key(use, config)
     done = _tried.setdefault(use.model, set())
-    if not config.invariant or key in done:
+    if key in done:
         return
     steps = _ON_CPU if device.type == "cpu" else _ON_GPU
     pages = [-(-tokens // config.page_size) for tokens in (steps.tokens, _OTHERS_TOKENS)]
@@ -77,6 +78,73 @@ def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
             f"{f'; {use.fused_summary}' if use.fused_summary else ''})"
         )
     done.add(key)
+
+
+def try_wide_passes(use: ModelInUse, config: BatchConfig, tokens: int, notices: Notices) -> None:
+    """Whether a CPU runs prompts in wide passes, in full precision. ``tokens``: of the call's prompts, all in all."""
+    use.wide_products = None
+    exact = all(each.dtype.itemsize >= 4 for each in use.model.parameters())
+    if not config.invariant or use.device.type != "cpu" or not exact or torch.is_autocast_enabled("cpu"):
+        return
+    known, key = _wide.setdefault(use.model, {}), _key(use, config)
+    if key not in known:
+        if tokens < _WIDE_FROM:
+            return
+        known[key] = _wide_products(use, config.page_size)
+    use.wide_products = known[key]
+    if use.wide_products is None:
+        notices(
+            "narrow passes",
+            f"`invariant=True` runs prompts in passes of {ROWS} rows here. Passes of {WIDE_ROWS} would be faster, but "
+            f"{use.architecture.name} gave other bits in one (torch {torch.__version__})",
+        )
+
+
+def _wide_products(use: ModelInUse, page_size: int) -> WideProducts | None:
+    """None where wide passes give other bits, whichever products are computed in pieces."""
+    threads = FixedThreads()
+    try:
+        threads.begin()
+        with torch.no_grad():
+            kinds = kinds_that_may_be_wide(base_model(use.model), ROWS, WIDE_ROWS, threads)
+    finally:
+        threads.restore()
+    wide = WideProducts(ROWS, WIDE_ROWS, kinds)
+    narrow = _of_a_wide_step(use, page_size, None)
+    return wide if all(map(torch.equal, _of_a_wide_step(use, page_size, wide), narrow)) else None
+
+
+def _of_a_wide_step(use: ModelInUse, page_size: int, wide: WideProducts | None) -> list[torch.Tensor]:
+    """The logits of some rows, and the K and V of each, in a step of as many rows as a wide pass has."""
+    count, pages = WIDE_ROWS // _OTHERS_TOKENS, -(-_OTHERS_TOKENS // page_size)
+    made_up = np.array(MadeUp(base_model(use.model), seed=3).tokens(WIDE_ROWS), dtype=np.int32)
+    storage = KVStorage(count * pages, page_size)
+    use.wide_products = wide
+    try:
+        runner = use.run_over(storage)
+        builder = BatchBuilder(page_size, short_chunk=runner.backend.short_chunk)
+        sequences = enumerate(made_up.reshape(count, _OTHERS_TOKENS))
+        chunks = [_whole(ids, range(at * pages, (at + 1) * pages)) for at, ids in sequences]
+        with runner.surroundings(), torch.random.fork_rng([]):
+            logits = runner.step(builder.build(Step(chunks=chunks))).clone()
+        written = [each.view(count, pages * page_size, -1) for pair in storage.pairs() for each in pair]
+        return [logits, *(each[:, :_OTHERS_TOKENS].clone() for each in written)]
+    finally:
+        use.wide_products = None
+        storage.release()
+        use.drop_runner()
+
+
+def _key(use: ModelInUse, config: BatchConfig) -> object:
+    """What the order of sums may depend on."""
+    kind = use.device.type
+    return (
+        (config.fuse, config.page_size, config.backend, use.device, torch.get_num_threads(), use.fused_summary),
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        (torch.are_deterministic_algorithms_enabled(), str(torch.backends.cuda.preferred_blas_library())),
+        (torch.get_float32_matmul_precision(), torch.backends.mkldnn.is_available(), torch.backends.mkldnn.enabled),
+        tuple((each.shape, each.dtype) for each in use.model.parameters()),
+    )
 
 
 def _first_difference(

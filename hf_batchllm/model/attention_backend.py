@@ -11,6 +11,7 @@ from torch import nn
 
 from ..patches.attention_interface import AttentionContext
 from ..patches.fixed_forwards import FixedForwards
+from ..patches.fixed_products import WideProducts
 from .batch import AttentionBatch, ModelBatch
 from .kv_storage import KVStorage
 
@@ -21,6 +22,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, AttentionContext, torch.Tensor],
 class AttentionBackend(ABC):
     storage: KVStorage
     short_chunk: int = 0  # tokens: a step's prompt chunks of no more than these stand before longer ones
+    wide_products: WideProducts | None = None  # where some passes of ``in_passes`` may have many rows
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:

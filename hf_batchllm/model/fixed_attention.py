@@ -14,11 +14,12 @@ from ..patches.fixed_forwards import FixedForwards
 from ..patches.fixed_products import FixedThreads
 from .attention_backend import AttentionBackend, Forward
 from .batch import AttentionBatch, ModelBatch
-from .fixed_passes import ROWS, in_fixed_passes
+from .fixed_passes import ROWS, cuts, in_fixed_passes
 from .kv_storage import KVStorage
 from .torch_attention import Scratch, write_in_torch
 from .transfers import to_device
 
+_FEWEST_ALIKE = 3  # rows, for their keys to be read at once
 _GATHERED_BYTES = 4 << 20  # of K and V at a time: they should still be in a CPU's caches when they are read
 
 
@@ -27,8 +28,14 @@ class _Parts:
     """Parts of several rows, computed at once."""
 
     rows: torch.Tensor  # [pairs]  in the pass; no row twice
-    keys: torch.Tensor  # [pairs, KEYS] slots; beyond what a row sees, any that are written
+    keys: torch.Tensor  # [pairs, KEYS] slots, or [1, KEYS]; beyond what rows see, any that are written
     seen: torch.Tensor  # [pairs, KEYS] bool
+    stand_in: torch.Tensor  # [pairs, 1] or [1, 1]  the slot of the sequence's first token
+
+    @property
+    def row_by_row(self) -> _Parts:
+        """Keys for each row by itself: none that only others see."""
+        return replace(self, keys=torch.where(self.seen, self.keys, self.stand_in))
 
 
 class FixedPlan:
@@ -69,15 +76,29 @@ class FixedPlan:
         sees_from = np.zeros_like(positions) if window is None else np.maximum(positions + 1 - window, 0)
         first, last = sees_from // KEYS, positions // KEYS
         made = []
+
+        def add(rows: np.ndarray, keys: np.ndarray, seen: np.ndarray, stand_in: np.ndarray) -> None:
+            # A token that comes later may have NaN in its slot, and 0 x NaN is NaN: the first one stands in for it.
+            keys = np.where(seen.any(axis=0) if len(keys) < len(rows) else seen, keys, stand_in)
+            made.append(_Parts(*(to_device(each, self.device) for each in (rows, keys, seen, stand_in))))
+
         for part in range(int(first.min()), int(last.max()) + 1):
             of_part = np.flatnonzero((first <= part) & (part <= last))
             at = part * KEYS + np.arange(KEYS)
-            for some in (of_part[cut : cut + most] for cut in range(0, len(of_part), most)):
-                slots = [self._slots[self._span_of[begin + row]] for row in some]
-                seen = (at >= sees_from[some, None]) & (at <= positions[some, None])
-                # A token that comes later may have NaN in its slot, and 0 x NaN is NaN: the first one stands in for it.
-                keys = np.where(seen, [each[part] for each in slots], [each[0, :1] for each in slots])
-                made.append(_Parts(*(to_device(each, self.device) for each in (some, keys, seen))))
+            seen = (at >= sees_from[of_part, None]) & (at <= positions[of_part, None])
+            slots = [self._slots[self._span_of[begin + row]] for row in of_part]
+            alike: dict[bytes, list[int]] = {}  # rows of a prompt, and of a shared prefix, read the same slots
+            for place, each in enumerate(slots):
+                alike.setdefault(each[part].tobytes(), []).append(place)
+            alone = [place for places in alike.values() if len(places) < _FEWEST_ALIKE for place in places]
+            for places in alike.values():
+                if len(places) >= _FEWEST_ALIKE:
+                    each = slots[places[0]]
+                    add(of_part[places], each[part][None], seen[places], each[:1, :1])
+            for some in (alone[cut : cut + most] for cut in range(0, len(alone), most)):
+                of_some = [slots[place] for place in some]
+                keys = np.stack([each[part] for each in of_some])
+                add(of_part[some], keys, seen[some], np.stack([each[0, :1] for each in of_some]))
         return made
 
 
@@ -86,11 +107,13 @@ class FixedAttention:
 
     takes_masks = False
 
-    def __init__(self, plan: FixedPlan, storage: KVStorage, begin: int, end: int, threads: FixedThreads) -> None:
+    def __init__(
+        self, plan: FixedPlan, storage: KVStorage, begin: int, end: int, size: int, threads: FixedThreads
+    ) -> None:
         self.plan = plan
         self.storage = storage
         self.threads = threads
-        self.begin, self.end = begin, end
+        self.begin, self.end, self.size = begin, end, size
         self.copies = None if plan.batch.copies is None else plan.batch.copies.of_rows(begin, end)
         self.calls = 0
 
@@ -112,8 +135,13 @@ class FixedAttention:
         token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
         gather = self.plan.scratch.gather
         for each in self.plan.parts(self.begin, self.end, call.window, token_bytes):
-            k, v = gather("k", k_cache, each.keys), gather("v", v_cache, each.keys)
-            merged.add(each.rows, *_attend(q[each.rows], k, v, each.seen, call))
+            v = gather("v", v_cache, each.keys)
+            if (
+                len(v) < len(each.rows) and not v.sum(dtype=exact).isfinite()
+            ):  # a row must not meet what only others see
+                each = each.row_by_row
+                v = gather("v", v_cache, each.keys)
+            merged.add(each.rows, *_attend(q[each.rows], gather("k", k_cache, each.keys), v, each.seen, call))
         out = q.new_zeros(given, q.shape[1], v_cache.shape[-1])
         out[:rows] = merged.result(call.sinks).to(q.dtype)
         return out
@@ -122,10 +150,10 @@ class FixedAttention:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if k.shape[0] * k.shape[2] > 1:
+    if len(q) > 1:
         return attend_parts(q, k, v, seen, call.scale, call.softcap)
     # A single product may be cut among threads in another way than one of several: it is computed twice.
-    q, k, v, seen = (each.expand(2, *each.shape[1:]) for each in (q, k, v, seen))
+    q, seen = (each.expand(2, *each.shape[1:]) for each in (q, seen))
     made, total, peak = attend_parts(q, k, v, seen, call.scale, call.softcap)
     return made[:1], total[:1], peak[:1]
 
@@ -138,20 +166,22 @@ class FixedBackend(AttentionBackend):
         self._scratch = Scratch()
 
     def prepare(self, batch: AttentionBatch) -> FixedAttention:
-        return FixedAttention(self._plan(batch), self.storage, 0, len(batch.positions), self.threads)
+        rows = len(batch.positions)
+        return FixedAttention(self._plan(batch), self.storage, 0, rows, rows, self.threads)
 
     def fixed_forwards(self, model: nn.Module) -> FixedForwards:
-        return FixedForwards(model, ROWS, self.threads)
+        return FixedForwards(model, ROWS, self.threads, self.wide_products)
 
     def in_passes(self, forward: Forward, batch: ModelBatch) -> torch.Tensor:
-        return in_fixed_passes(forward, self.passes(batch.attention), self.threads, batch)
+        wanted = np.unique(batch.tokens.logits_rows.numpy())
+        return in_fixed_passes(forward, self.passes(batch.attention, wanted), self.threads, batch)
 
-    def passes(self, batch: AttentionBatch) -> list[FixedAttention]:
-        """One for each run of so many rows. Their K and V are there when later ones read them."""
-        plan, rows = self._plan(batch), len(batch.positions)
+    def passes(self, batch: AttentionBatch, wanted: np.ndarray) -> list[FixedAttention]:
+        """Their K and V are there when later ones read them."""
+        plan = self._plan(batch)
         return [
-            FixedAttention(plan, self.storage, begin, min(begin + ROWS, rows), self.threads)
-            for begin in range(0, rows, ROWS)
+            FixedAttention(plan, self.storage, *cut, self.threads)
+            for cut in cuts(len(batch.positions), wanted, self.wide_products is not None)
         ]
 
     def _plan(self, batch: AttentionBatch) -> FixedPlan:

@@ -11,6 +11,7 @@ from ..config import BatchConfig
 from ..inputs.adapters import adapter_configs
 from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
+from ..patches.fixed_products import WideProducts
 from ..patches.fusion import FusedLayers, Fusion
 from ..planning.step import Chunk
 from .architecture import Architecture
@@ -45,6 +46,7 @@ class ModelInUse:
         self._notices = notices
         self._fused: FusedLayers | None = None
         self.runner: ModelRunner | None = None
+        self.wide_products: WideProducts | None = None  # of later runners, as an AttentionBackend has it
 
     def check(self) -> None:
         """Refuse a backend that cannot be used, and say what works differently in this model."""
@@ -80,6 +82,7 @@ class ModelInUse:
     def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:
         """A runner whose attention reads and writes ``storage``."""
         backend = make_backend(self._config, self.device, storage, self._notices)
+        backend.wide_products = self.wide_products
         kernels = state_kernels(self._config, self.device) if self.architecture.states else None
         self.runner = ModelRunner(self.model, self.architecture, backend, self._fused, kernels)
         self.runner.adapters = adapters
