@@ -97,7 +97,8 @@ def kinds_that_may_be_wide(model: nn.Module, rows: int, wide_rows: int, threads:
         weight = product.weight
         assert isinstance(weight, torch.Tensor)
         width = weight.shape[0 if isinstance(product, Conv1D) else 1]
-        draws = torch.randn(_DRAWS, 1, wide_rows, width, generator=made, device="cpu").to(weight)
+        sizes = _DRAWS, 1, wide_rows, width
+        draws = torch.randn(sizes, generator=made, dtype=torch.float32, device="cpu").to(weight)
         if weight.dtype.itemsize >= 4 and all(_is_the_same(product, rows, x, threads) for x in draws):
             found.add(kind)
     return found

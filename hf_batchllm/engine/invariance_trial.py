@@ -83,8 +83,9 @@ def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
 def try_wide_passes(use: ModelInUse, config: BatchConfig, tokens: int, notices: Notices) -> None:
     """Whether a CPU runs prompts in wide passes, in full precision. ``tokens``: of the call's prompts, all in all."""
     use.wide_products = None
-    exact = all(each.dtype.itemsize >= 4 for each in use.model.parameters())
-    if not config.invariant or use.device.type != "cpu" or not exact or torch.is_autocast_enabled("cpu"):
+    if not config.invariant or use.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return
+    if any(each.dtype.itemsize < 4 for each in use.model.parameters()):
         return
     known, key = _wide.setdefault(use.model, {}), _key(use, config)
     if key not in known:
@@ -102,6 +103,9 @@ def try_wide_passes(use: ModelInUse, config: BatchConfig, tokens: int, notices: 
 
 def _wide_products(use: ModelInUse, page_size: int) -> WideProducts | None:
     """None where wide passes give other bits, whichever products are computed in pieces."""
+    narrow = _of_a_wide_step(use, page_size, None)
+    if not narrow:  # all of it was one pass
+        return WideProducts(ROWS, WIDE_ROWS, ())
     threads = FixedThreads()
     try:
         threads.begin()
@@ -110,18 +114,22 @@ def _wide_products(use: ModelInUse, page_size: int) -> WideProducts | None:
     finally:
         threads.restore()
     wide = WideProducts(ROWS, WIDE_ROWS, kinds)
-    narrow = _of_a_wide_step(use, page_size, None)
     return wide if all(map(torch.equal, _of_a_wide_step(use, page_size, wide), narrow)) else None
 
 
 def _of_a_wide_step(use: ModelInUse, page_size: int, wide: WideProducts | None) -> list[torch.Tensor]:
-    """The logits of some rows, and the K and V of each, in a step of as many rows as a wide pass has."""
+    """The logits of some rows, and the K and V of each, in a step of as many rows as a wide pass has.
+
+    Nothing where the backend has no passes: a GPU's loop on a CPU.
+    """
     count, pages = WIDE_ROWS // _OTHERS_TOKENS, -(-_OTHERS_TOKENS // page_size)
     made_up = np.array(MadeUp(base_model(use.model), seed=3).tokens(WIDE_ROWS), dtype=np.int32)
     storage = KVStorage(count * pages, page_size)
     use.wide_products = wide
     try:
         runner = use.run_over(storage)
+        if not runner.backend.has_passes:
+            return []
         builder = BatchBuilder(page_size, short_chunk=runner.backend.short_chunk)
         sequences = enumerate(made_up.reshape(count, _OTHERS_TOKENS))
         chunks = [_whole(ids, range(at * pages, (at + 1) * pages)) for at, ids in sequences]

@@ -159,6 +159,8 @@ def _attend(
 
 
 class FixedBackend(AttentionBackend):
+    has_passes = True
+
     def __init__(self, storage: KVStorage, device: torch.device) -> None:
         self.storage = storage
         self.device = device
