@@ -136,10 +136,8 @@ class FixedAttention:
         gather = self.plan.scratch.gather
         for each in self.plan.parts(self.begin, self.end, call.window, token_bytes):
             v = gather("v", v_cache, each.keys)
-            if (
-                len(v) < len(each.rows) and not v.sum(dtype=exact).isfinite()
-            ):  # a row must not meet what only others see
-                each = each.row_by_row
+            if len(v) < len(each.rows) and not v.sum(dtype=exact).isfinite():
+                each = each.row_by_row  # 0 x NaN is NaN: a row must not meet what only others see
                 v = gather("v", v_cache, each.keys)
             merged.add(each.rows, *_attend(q[each.rows], gather("k", k_cache, each.keys), v, each.seen, call))
         out = q.new_zeros(given, q.shape[1], v_cache.shape[-1])
