@@ -125,7 +125,7 @@ def disagreeing(name: str) -> Any:
             ),
             error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **[{}, {"max_time": 9.0}][RANK], **QUIET)),
         ]
-        drawn = gen.generate([[1, 2, 3]] * 4, max_new_tokens=6, do_sample=True, **QUIET).token_ids
+        drawn = gen.generate([[1, 2, 3]] * 8, max_new_tokens=6, do_sample=True, temperature=2.0, **QUIET).token_ids
     with BatchGenerator(sharded(name), max_batch_tokens=16 + RANK) as gen:
         found.append(error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET)))
     return found, drawn

@@ -1,74 +1,84 @@
-"""The settings of products whose sums are not split: put back, and never those with which a stream gets its memory."""
+"""The settings of products whose sums are not split, which are put back."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 from support_interrupts import Stop
 
 from hf_batchllm.model import unsplit_products
-from hf_batchllm.model.unsplit_products import UnsplitProducts, make_room_for_capture, why_not_unsplit
+from hf_batchllm.model.unsplit_products import UnsplitProducts, why_not_unsplit
 
 LT, CUBLAS, APART = "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
+LIBRARY = torch._C._BlasBackend
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, str | None]]:
-    """The settings with which a stream got its memory, each time."""
-    seen: list[tuple[str | None, str | None]] = []
+def libraries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that were preferred, one after the other."""
+    set_one: list[Any] = [LIBRARY.Cublas]
+
+    def preferred(*library: Any) -> Any:
+        set_one.extend(library)
+        return set_one[-1]
+
     monkeypatch.delenv(LT, raising=False)
     monkeypatch.setenv(CUBLAS, ":4096:8")
-    monkeypatch.setattr(
-        torch.cuda, "current_blas_handle", lambda: seen.append((os.environ.get(LT), os.environ[CUBLAS]))
-    )
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *library: None)
-    return seen
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    return set_one
 
 
-def test_a_stream_gets_its_memory_as_the_owner_has_set_it(made: list[tuple[str | None, str | None]]) -> None:
-    matmul = torch.backends.cuda.matmul
-    reduced = matmul.allow_bf16_reduced_precision_reduction
+def test_a_sum_may_not_be_split_and_has_no_room_for_it(libraries: list[Any]) -> None:
+    before, matmul = settings(), torch.backends.cuda.matmul
+
+    def in_force() -> bool:
+        reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+        return (os.environ[LT], os.environ[CUBLAS], *reduced) == ("1", ":4096:8", False, False)
 
     def run() -> None:
         with UnsplitProducts().applied():
-            assert (os.environ[LT], os.environ[CUBLAS]) == ("0", ":0:0")
-            make_room_for_capture()  # of a capture
-            assert (os.environ[LT], os.environ[CUBLAS]) == ("0", ":0:0")
+            assert in_force() and libraries[-1] == LIBRARY.Cublaslt
             with UnsplitProducts().applied():  # a criterion that generates, say
-                make_room_for_capture()
-            assert (os.environ[LT], os.environ[CUBLAS]) == ("0", ":0:0")
-            assert not matmul.allow_bf16_reduced_precision_reduction
+                assert in_force()
+            assert in_force()
             raise KeyError
 
     with pytest.raises(KeyError):
         run()
+    assert settings() == before
     assert LT not in os.environ and os.environ[CUBLAS] == ":4096:8"
-    assert matmul.allow_bf16_reduced_precision_reduction == reduced
-    make_room_for_capture()  # of others, which need nothing of it
-    assert made == [(None, ":4096:8")] * 4
+    assert libraries == [LIBRARY.Cublas, LIBRARY.Cublaslt, LIBRARY.Cublas]
 
 
-def test_pytorchs_deterministic_mode_allows_no_less_memory(
-    made: list[tuple[str | None, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    libraries: list[str] = []
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *library: libraries.extend(library))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+def test_what_the_environment_says_comes_back(libraries: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LT, "64")
     with UnsplitProducts().applied():
-        assert (os.environ[LT], os.environ[CUBLAS]) == ("1", ":16:8")
-    assert libraries == ["cublaslt"]
-    assert LT not in os.environ and os.environ[CUBLAS] == ":4096:8"
+        assert os.environ[LT] == "1"
+    assert os.environ[LT] == "64"
+
+
+def test_newer_versions_of_pytorch_are_told_by_a_call(libraries: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the environment once in a process, which may be long ago."""
+    sizes = [1 << 20]
+    monkeypatch.setattr(torch._C, "_cuda_setCublasLtWorkspaceSize", sizes.append, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCublasLtWorkspaceSize", lambda: sizes[-1], raising=False)
+    with UnsplitProducts().applied():
+        assert sizes[-1] == 1024 and LT not in os.environ
+    assert sizes == [1 << 20, 1024, 1 << 20] and LT not in os.environ
 
 
 def settings() -> unsplit_products._Settings:
     return unsplit_products._Settings.now()
 
 
-def test_two_threads_leave_nothing_behind(made: list[tuple[str | None, str | None]]) -> None:
+def test_two_threads_leave_nothing_behind(libraries: list[Any]) -> None:
     before = settings()
     one, other = UnsplitProducts(), UnsplitProducts()
     first, second = one.applied(), other.applied()
@@ -81,7 +91,7 @@ def test_two_threads_leave_nothing_behind(made: list[tuple[str | None, str | Non
     assert settings() == before
 
 
-def test_nothing_is_left_after_an_interrupt(made: list[tuple[str | None, str | None]]) -> None:
+def test_nothing_is_left_after_an_interrupt(libraries: list[Any]) -> None:
     before = settings()
     files = ("model/unsplit_products.py",)
 
@@ -141,3 +151,12 @@ def test_products_that_came_before_on_a_gpu() -> None:
             assert not varies()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_nothing_is_said_of_experiments() -> None:
+    """PyTorch does so once in a process, on standard error."""
+    code = "import torch; from hf_batchllm.model.unsplit_products import UnsplitProducts as Unsplit\n"
+    code += "with Unsplit().applied(): torch.ones(8, 8, device='cuda') @ torch.ones(8, 8, device='cuda')"
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr == ""

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from ...model.unsplit_products import make_room_for_capture
-
 
 @contextmanager
 def own_copies(within: Sequence[torch.autocast]) -> Iterator[None]:
@@ -46,7 +44,6 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> I
     try:
         gc.disable()
         with torch.cuda.stream(_capture_stream(device)):
-            make_room_for_capture()
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 yield
