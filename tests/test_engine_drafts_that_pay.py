@@ -166,6 +166,27 @@ def test_how_long_steps_take() -> None:
     assert largest is not None and largest <= 0.2 * 4.01 and seconds.of(16) == 0.2
 
 
+def test_one_measurement_that_is_far_off_misleads_nobody() -> None:
+    """A graph was captured meanwhile; or the host was late to launch a step, which had been at work by then."""
+
+    def taken(rows: int) -> float:
+        return 6.5 + max(0, rows - 128) / 50
+
+    seconds = StepSeconds()
+    for rows in (256, 208, 160):
+        seconds.note(rows, taken(rows))
+    seconds.note(144, 40.0)
+    for size in (256, 512):
+        for _ in range(5):
+            seconds.note(size, taken(size))
+    seconds.note(256, 1.9)
+    for rows in (4, 32, 128, 144, 160, 256, 512):
+        assert seconds.of(rows) == pytest.approx(taken(rows), rel=0.1), rows
+    for _ in range(6):
+        seconds.note(256, 1.1 * taken(256))  # it has become slower
+    assert seconds.of(256) == pytest.approx(1.1 * taken(256))
+
+
 def test_how_long_steps_take_that_read_much() -> None:
     """What many answers read is no time of their rows: as many rows of few answers are faster."""
     seconds = StepSeconds(share=1e-5)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-_FASTER, _SLOWER = 0.5, 0.1  # how much the latest counts: a host that is late makes a step look slower than it is
+from collections import deque
+
+_LATEST = 7  # measurements of as many rows of which the second fastest counts: often the host is late, and rarely early
+_FAR = 1.5  # times as many rows: two sizes that are nearer say little of others
 _ROWS_FOR_TWICE = 320  # a step of so many rows more takes twice as long, before that has been measured
 _STEEPEST = 4.0  # no more than so many times as much longer, whatever was measured
 _LEAST = 0.3  # of the time for a step that was measured, a step of fewer rows takes so much at least
@@ -16,14 +19,18 @@ class StepSeconds:
 
     def __init__(self, share: float = 0.0) -> None:
         self._share = share
-        self._seconds: dict[int, float] = {}  # by the number of rows, without what reading the cache takes
+        self._latest: dict[int, deque[float]] = {}  # by the number of rows, without what reading the cache takes
+        self._seconds: dict[int, float] = {}  # what follows from these
 
     def note(self, rows: int, seconds: float, read: int = 0) -> None:
         """``read``: tokens whose K and V the step reads."""
         for_model = seconds / (1 + self._share * read)
         seconds = max(seconds - self._reading(read, for_model), _LEAST * seconds)
-        known = self._seconds.setdefault(rows, seconds)
-        known += (_FASTER if seconds < known else _SLOWER) * (seconds - known)
+        latest = self._latest.setdefault(rows, deque(maxlen=_LATEST))
+        latest.append(seconds)
+        known = sorted(latest)[min(1, (len(latest) - 1) // 2)]
+        if len(latest) == 1:  # a graph may have been captured meanwhile
+            known = min([known, *(its for other, its in self._seconds.items() if other > rows)])
         self._seconds[rows] = known
         for other, its in self._seconds.items():  # an old one may be far off, and not be measured again for long
             if other < rows:
@@ -42,13 +49,21 @@ class StepSeconds:
         return self._share * read * min(self._seconds.values(), default=for_model)
 
     def _of_rows(self, rows: int) -> float:
-        """On a line between those with fewer and with more rows, or through the next two with more."""
         if rows in self._seconds:
             return self._seconds[rows]
         known = sorted(self._seconds.items())
-        largest, seconds = known[-1]
+        smallest, seconds = known[0]
+        largest, most = known[-1]
         if len(known) == 1 or rows > largest:  # two that are near each other say little of one that is far
-            return max(seconds * (1 + (rows - largest) / _ROWS_FOR_TWICE), _LEAST * seconds)
-        place = max(sum(each < rows for each, _ in known), 1)  # of them have fewer rows
-        (at, seconds), (other, more) = known[place - 1 : place + 1]
-        return max(seconds + max(0.0, (more - seconds) / (other - at)) * (rows - at), _LEAST * seconds)
+            return max(most * (1 + (rows - largest) / _ROWS_FOR_TWICE), _LEAST * most)
+        if rows < smallest:  # they take no longer, and no less than on a line: the fewer the rows, the less each counts
+            far = next((each for each in known if each[0] >= _FAR * smallest), known[-1])
+            return (seconds + max(_on_line(rows, known[0], far), _LEAST * seconds)) / 2
+        place = sum(each < rows for each, _ in known)
+        return max(_on_line(rows, known[place - 1], known[place]), _LEAST * known[place - 1][1])
+
+
+def _on_line(rows: int, fewer: tuple[int, float], more: tuple[int, float]) -> float:
+    """Through two of which the second takes no less time than the first."""
+    (at, seconds), (other, longer) = fewer, more
+    return seconds + max(0.0, longer - seconds) / (other - at) * (rows - at)
