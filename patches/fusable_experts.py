@@ -19,6 +19,7 @@ from .fusable_parts import activation_kernel
 from .merged_weights import why_not_used
 from .routers import Router, router_of
 from .sharded_modules import adds_up_experts, is_part_of_each
+from .uncompiled import every_module
 from .unmodified import code_home, is_compiled, is_function, why_not_own, why_not_plain
 
 _DECORATOR = "transformers.integrations.moe"
@@ -55,10 +56,13 @@ class Experts:
 
 def mixtures(model: nn.Module) -> Iterator[Experts]:
     """All mixtures of experts in a model. Changes nothing."""
+    children = (child for module in every_module(model) for child in module._modules.items())
+    if not any(module is not None and _may_be_experts(name, module) for name, module in children):
+        return  # most models have none, and each call asks
     compiled = [set(module.modules()) for module in model.modules() if is_compiled(module)]
     for parent in model.modules():
         for name, module in parent.named_children():
-            if code_home(type(module).forward) != _DECORATOR and name != "experts":
+            if not _may_be_experts(name, module):
                 continue
             gating = _OWN_GATES.get(_class_of(module), _usual_gating)  # PEFT changes a module's class for a call
             found = Experts(parent, name, module, gating, _why_not(module))
@@ -72,6 +76,10 @@ def mixtures(model: nn.Module) -> Iterator[Experts]:
                     if (known := router_of(router)) is not None and _can_be_read(router, known)
                 ]
             yield found
+
+
+def _may_be_experts(name: str, module: nn.Module) -> bool:
+    return name == "experts" or code_home(type(module).forward) == _DECORATOR
 
 
 def _why_not(experts: Any) -> str | None:

@@ -27,6 +27,7 @@ from ..model.runner import ModelRunner
 from ..model.trial_passes import MadeUp
 from ..notices import Notices
 from ..patches.fixed_products import FixedThreads, WideProducts, kinds_that_may_be_wide
+from ..patches.uncompiled import every_module
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk, Step
 
@@ -151,7 +152,12 @@ def _key(use: ModelInUse, config: BatchConfig) -> object:
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         (torch.are_deterministic_algorithms_enabled(), str(torch.backends.cuda.preferred_blas_library())),
         (torch.get_float32_matmul_precision(), torch.backends.mkldnn.is_available(), torch.backends.mkldnn.enabled),
-        tuple((each.shape, each.dtype) for each in use.model.parameters()),
+        tuple(
+            (each.shape, each.dtype)
+            for module in every_module(use.model)
+            for each in module._parameters.values()
+            if each is not None
+        ),
     )
 
 
