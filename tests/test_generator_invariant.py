@@ -148,6 +148,7 @@ def test_under_autocast_and_in_other_types(family: str, around: Callable[[], Abs
 # -- sizes of real models --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "mixtral"]))
 def test_two_threads_and_three(family: str) -> None:
     options = {"max_new_tokens": 2, "num_return_sequences": 1}

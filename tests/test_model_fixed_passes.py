@@ -261,6 +261,7 @@ def test_a_row_alone_and_a_row_among_others(monkeypatch: pytest.MonkeyPatch) -> 
 # -- several threads -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "mixtral", "gpt2"]))
 def test_several_threads(family: str, sizes: list[int], threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(model_of(family))
