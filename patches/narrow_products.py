@@ -1,7 +1,8 @@
-"""For a while, products of which a library would add up the rows in one way or another run on a kernel of our own.
+"""Products of which a library would add up a row in one way or another, for a while computed in another way.
 
-These are products on a GPU with few columns, such as a router's, and those whose sizes are odd. What takes part in
-training is left as it is: other threads may be at it.
+Those on a GPU with few columns, such as a router's, and those whose sizes are odd run on a kernel of our own. A single
+row stands beside a copy of itself: cuBLASLt has kernels for one row alone, which cut its sums into parts. What takes
+part in training is left as it is: other threads may be at it.
 """
 
 from __future__ import annotations
@@ -28,19 +29,26 @@ def is_narrow(weight: torch.Tensor) -> bool:  # [columns, depth]
 
 
 @cache
-def narrow_linear(own: Product, product: Product, device_type: str = "cuda") -> Product:
+def row_by_row_linear(own: Product, product: Product, device_type: str = "cuda") -> Product:
     """What stands for ``torch.nn.functional.linear``, which is ``own``. The same function each time.
 
     A model whose functions have changed could not be replayed.
     """
 
+    def by_library(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        single = input.numel() == weight.shape[-1] and input.shape[-1:] == weight.shape[1:]
+        if not single or torch.is_grad_enabled() or input.device.type != device_type:
+            return own(input, weight, bias)
+        both = own(input.reshape(1, -1).repeat(2, 1), weight, bias)
+        return both[:1].view(*input.shape[:-1], len(weight))
+
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if weight.ndim == 2 and weight.dtype in _HALVES and not is_narrow(weight):  # most of them, and at once
-            return own(input, weight, bias)
+            return by_library(input, weight, bias)
         given = (input, weight) if bias is None else (input, weight, bias)
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in given)
         if trains or torch.is_autocast_enabled(device_type) or not _is_ours(given, device_type):
-            return own(input, weight, bias)
+            return by_library(input, weight, bias)
         made = product(input.reshape(-1, input.shape[-1]), weight, bias)
         return made.view(*input.shape[:-1], len(weight))
 

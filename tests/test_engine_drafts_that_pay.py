@@ -176,6 +176,7 @@ def test_one_measurement_that_is_far_off_misleads_nobody() -> None:
     for rows in (256, 208, 160):
         seconds.note(rows, taken(rows))
     seconds.note(144, 40.0)
+    seconds.note(512, 1.9)
     for size in (256, 512):
         for _ in range(5):
             seconds.note(size, taken(size))

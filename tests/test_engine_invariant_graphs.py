@@ -11,6 +11,7 @@ from support_families import build
 from support_fuzz_calls import multiply_in_blocks
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import RowsWork
 from hf_batchllm.kernels.fixed_lists import FIXED_TILES
 from hf_batchllm.model.batch import Copies
@@ -120,3 +121,24 @@ def test_prefixes_that_end_in_the_midst_of_a_page(
             (alone,) = generator.generate([prompts[place]], **options)
             assert (alone.token_ids, alone.logprobs) == (every[place].token_ids, every[place].logprobs)
     assert max(copied) > 15
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_single_row_has_another_beside_it(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products would be computed with two rows anyway, and a graph has copies for no row."""
+    run_over_twins(monkeypatch)
+    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    rows: list[int] = []
+    own = DecodeGraphs._make
+
+    def make(self: DecodeGraphs, kind: Any) -> Any:
+        rows.append(kind.rows)
+        return own(self, kind)
+
+    monkeypatch.setattr(DecodeGraphs, "_make", make)
+    prompts = [[5, 6, 7], [8, 9]]
+    with BatchGenerator(build("llama"), invariant=invariant, page_size=16) as generator:
+        alone, *_ = generator.generate(prompts[:1], max_new_tokens=20, progress=False)
+        assert set(rows) == {2 if invariant else 1}
+        both = generator.generate(prompts, max_new_tokens=20, progress=False)
+    assert both[0].token_ids == alone.token_ids and len(alone.token_ids) == 20

@@ -8,7 +8,7 @@ import torch
 from support_kernels import DEVICE, GPU, draw, kernel, plain
 
 from hf_batchllm.kernels import narrow_products_torch, narrow_products_triton
-from hf_batchllm.patches.narrow_products import is_narrow, narrow_linear
+from hf_batchllm.patches.narrow_products import is_narrow, row_by_row_linear
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 NEAR = {FLOAT32: 1e-5, FLOAT16: 2e-3, torch.bfloat16: 1e-2}
@@ -66,8 +66,9 @@ def test_what_is_left_to_the_library() -> None:
         return narrow_products_torch.narrow_product(x, weight, bias)
 
     own = torch.nn.functional.linear
-    linear = narrow_linear(own, product, "cpu")
-    assert linear is narrow_linear(own, product, "cpu")  # a graph of a model is replayed as long as its functions stay
+    linear = row_by_row_linear(own, product, "cpu")
+    # A graph of a model is replayed as long as its functions stay.
+    assert linear is row_by_row_linear(own, product, "cpu")
     x, weight, bias = torch.randn(2, 5, 6), torch.randn(3, 6), torch.randn(3)
     for given in ({"input": x}, {"input": x[0], "bias": bias}, {"input": x[0, 0], "bias": bias}, {"input": x[:0]}):
         torch.testing.assert_close(linear(weight=weight, **given), own(weight=weight, **given))
@@ -83,8 +84,33 @@ def test_what_is_left_to_the_library() -> None:
     for wrong in ((x, torch.randn(3, 8)), (x, weight, torch.randn(2)), (x, weight.double())):
         with pytest.raises(RuntimeError):
             linear(*wrong)
-    narrow_linear(own, product)(x, weight)  # of another kind of device
+    row_by_row_linear(own, product)(x, weight)  # of another kind of device
     assert not seen
     with torch.no_grad():
         linear(x, trained)
     assert seen == [(10, 6)]
+
+
+@plain
+def test_a_single_row_stands_beside_its_copy() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    linear = row_by_row_linear(own, narrow_products_torch.narrow_product, "cpu")
+    weight, bias = torch.randn(256, 16, dtype=FLOAT16), torch.randn(256, dtype=FLOAT16)
+    x = torch.randn(2, 3, 16, dtype=FLOAT16)
+    with torch.no_grad():
+        for given in (x, x[0], x[:0], x[:1, :1], x[0, :1], x[0, 0], x.transpose(0, 1)[:1, :1]):
+            for also in (None, bias):
+                expected = torch.nn.functional.linear(given, weight, also)
+                torch.testing.assert_close(linear(given, weight, also), expected, rtol=2e-3, atol=2e-3)
+        assert seen == [shape for shape in ((2, 3, 16), (3, 16), (0, 3, 16), *[(2, 16)] * 4) for _ in range(2)]
+        seen.clear()
+        with pytest.raises(RuntimeError):
+            linear(x[:1, :1].view(4, 4), weight)  # as many numbers, and no row of this weight
+    linear(x[0, 0], weight)  # what may take part in training
+    row_by_row_linear(own, narrow_products_torch.narrow_product)(x[0, 0], weight)  # another kind of device
+    assert seen == [(4, 4), (16,), (16,)]

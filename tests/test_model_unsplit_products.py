@@ -16,35 +16,38 @@ from support_interrupts import Stop
 from hf_batchllm.model import unsplit_products
 from hf_batchllm.model.unsplit_products import UnsplitProducts, why_not_unsplit
 
-LT, CUBLAS, APART = "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
 LIBRARY = torch._C._BlasBackend
+MATMUL = torch.backends.cuda.matmul
 
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All that were preferred, one after the other."""
+    """All that were preferred, one after the other, and never cuBLAS while no sum may be split: it would refuse."""
     set_one: list[Any] = [LIBRARY.Cublas]
 
     def preferred(*library: Any) -> Any:
+        if library:
+            assert MATMUL.allow_bf16_reduced_precision_reduction_split_k
         set_one.extend(library)
         return set_one[-1]
 
-    monkeypatch.delenv(LT, raising=False)
-    monkeypatch.setenv(CUBLAS, ":4096:8")
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
     return set_one
 
 
-def test_a_sum_may_not_be_split_and_has_no_room_for_it(libraries: list[Any]) -> None:
-    before, matmul = settings(), torch.backends.cuda.matmul
+def test_no_sum_may_be_split(libraries: list[Any]) -> None:
+    before, environment = settings(), dict(os.environ)
 
     def in_force() -> bool:
-        reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
-        return (os.environ[LT], os.environ[CUBLAS], *reduced) == ("1", ":4096:8", False, False)
+        split = (
+            MATMUL.allow_bf16_reduced_precision_reduction_split_k,
+            MATMUL.allow_fp16_reduced_precision_reduction_split_k,
+        )
+        return libraries[-1] == LIBRARY.Cublaslt and not any(split) and dict(os.environ) == environment
 
     def run() -> None:
         with UnsplitProducts().applied():
-            assert in_force() and libraries[-1] == LIBRARY.Cublaslt
+            assert in_force() and not MATMUL.allow_bf16_reduced_precision_reduction
             with UnsplitProducts().applied():  # a criterion that generates, say
                 assert in_force()
             assert in_force()
@@ -53,25 +56,20 @@ def test_a_sum_may_not_be_split_and_has_no_room_for_it(libraries: list[Any]) -> 
     with pytest.raises(KeyError):
         run()
     assert settings() == before
-    assert LT not in os.environ and os.environ[CUBLAS] == ":4096:8"
     assert libraries == [LIBRARY.Cublas, LIBRARY.Cublaslt, LIBRARY.Cublas]
 
 
-def test_what_the_environment_says_comes_back(libraries: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LT, "64")
-    with UnsplitProducts().applied():
-        assert os.environ[LT] == "1"
-    assert os.environ[LT] == "64"
-
-
-def test_newer_versions_of_pytorch_are_told_by_a_call(libraries: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read the environment once in a process, which may be long ago."""
-    sizes = [1 << 20]
-    monkeypatch.setattr(torch._C, "_cuda_setCublasLtWorkspaceSize", sizes.append, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCublasLtWorkspaceSize", lambda: sizes[-1], raising=False)
-    with UnsplitProducts().applied():
-        assert sizes[-1] == 1024 and LT not in os.environ
-    assert sizes == [1 << 20, 1024, 1 << 20] and LT not in os.environ
+def test_what_the_owner_has_chosen_comes_back(libraries: list[Any]) -> None:
+    libraries.append(LIBRARY.Cublaslt)
+    MATMUL.allow_bf16_reduced_precision_reduction = (False, True)
+    try:
+        before = settings()
+        with UnsplitProducts().applied():
+            assert settings() != before
+        assert settings() == before
+        assert libraries == [LIBRARY.Cublas, LIBRARY.Cublaslt]  # it was preferred all along
+    finally:
+        MATMUL.allow_bf16_reduced_precision_reduction = (True, True)
 
 
 def settings() -> unsplit_products._Settings:
@@ -115,31 +113,37 @@ def test_nothing_is_left_after_an_interrupt(libraries: list[Any]) -> None:
         assert not unsplit_products._in_force
 
 
-def test_memory_that_is_kept_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(APART, raising=False)
+@pytest.mark.parametrize(
+    ("name", "nothing", "something"),
+    [("CUBLASLT_WORKSPACE_SIZE", "0", "10"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":4096:2:16:8")],
+)
+def test_a_library_without_memory_is_refused(
+    name: str, nothing: str, something: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name, raising=False)
     assert why_not_unsplit() is None
-    monkeypatch.setenv(APART, "0")
-    assert f"{APART} is off" in (why_not_unsplit() or "")
-
-
-@pytest.mark.gpu
-def test_products_of_others_have_their_memory_afterwards() -> None:
-    """A stream that such products were the first to use."""
-    stream, x = torch.cuda.Stream(), torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
-    before = torch.cuda.memory_allocated()
-    with torch.cuda.stream(stream), UnsplitProducts().applied():
-        x @ x
-    assert torch.cuda.memory_allocated() - before > 1 << 20
+    monkeypatch.setenv(name, something)
+    assert why_not_unsplit() is None
+    monkeypatch.setenv(name, nothing)
+    assert why_not_unsplit() == f"{name}={nothing} leaves cuBLASLt no memory: unset it"
 
 
 @pytest.mark.gpu
 def test_products_that_came_before_on_a_gpu() -> None:
     """A notebook has run the model before: the settings of products are in force all the same."""
-    x, weight = (torch.randn(rows, 14336, device="cuda", dtype=torch.bfloat16) for rows in (512, 4096))
+    shapes, linear = ((4096, 14336), (1024, 3072), (512, 4096), (264, 4096)), torch.nn.functional
+    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    bias = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
 
+    @torch.no_grad()
     def varies() -> bool:
-        every = torch.nn.functional.linear(x, weight)
-        return any(not torch.equal(torch.nn.functional.linear(x[:rows], weight), every[:rows]) for rows in (1, 8, 64))
+        for weight in weights:
+            x = torch.randn(512, weight.shape[1], device="cuda", dtype=torch.bfloat16)
+            for also in (None, bias[: len(weight)]):
+                every = linear.linear(x, weight, also)
+                if any(not torch.equal(linear.linear(x[:rows], weight, also), every[:rows]) for rows in (1, 8, 64)):
+                    return True
+        return False
 
     assert varies()
     with UnsplitProducts().applied():
@@ -160,3 +164,21 @@ def test_nothing_is_said_of_experiments() -> None:
     code += "with Unsplit().applied(): torch.ones(8, 8, device='cuda') @ torch.ones(8, 8, device='cuda')"
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr == ""
+
+
+@pytest.mark.gpu
+def test_products_of_others_have_their_memory_afterwards() -> None:
+    """Of a stream that such products were the first to use: PyTorch gets the memory of either library once."""
+    weight, bias = (torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((512, 512), (512,)))
+
+    def made_for(around: contextlib.AbstractContextManager[None]) -> int:
+        stream, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
+        with torch.cuda.stream(stream), around:
+            torch.nn.functional.linear(weight, weight)
+            torch.nn.functional.linear(weight, weight, bias)  # which is cuBLASLt's in any case
+        with torch.cuda.stream(stream):
+            torch.nn.functional.linear(weight, weight)
+            torch.nn.functional.linear(weight, weight, bias)
+        return torch.cuda.memory_allocated() - before
+
+    assert made_for(UnsplitProducts().applied()) == made_for(contextlib.nullcontext())

@@ -22,6 +22,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, AttentionContext, torch.Tensor],
 class AttentionBackend(ABC):
     storage: KVStorage
     short_chunk: int = 0  # tokens: a step's prompt chunks of no more than these stand before longer ones
+    fewest_rows = 1  # of a decode step as a graph
     has_passes = False  # whether a step takes several passes through the model
     wide_products: WideProducts | None = None  # where some passes of ``in_passes`` may have many rows
 

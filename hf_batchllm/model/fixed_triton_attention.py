@@ -45,6 +45,7 @@ def triton_fixed_kernels() -> FixedKernels:
 
 class FixedTritonBackend(TritonBackend):
     short_chunk = _ANY_LENGTH
+    fewest_rows = 2  # a single one would be copied for each product
     tiles = FIXED_TILES
     sums = (2,)
 

@@ -1,13 +1,14 @@
-"""Products on a GPU whose rows have the same bits, however many there are: cuBLASLt that may not split a sum.
+"""Products on a GPU whose rows have the same bits, however many there are: cuBLASLt, which may not split a sum.
 
 By default cuBLAS cuts the sums of a product with few rows into parts (split-K) and adds the parts up. Of cuBLASLt's
-products PyTorch can forbid that. It splits a single row all the same, where there is memory for the parts: so it gets
-next to none. Each number of a wide product is added up in one way then. Narrow products run on a kernel of our own.
-Whether all is so is tried with each model (engine/invariance_trial.py).
+products PyTorch can forbid that. Each number of a wide product is then added up in one way, but for those of a single
+row, which are computed with two. Narrow products run on a kernel of our own. Whether all is so is tried with each model
+(engine/invariance_trial.py).
 
-How much memory cuBLASLt may use is a call in newer versions of PyTorch. Older ones ask the environment, anew for each
-product. ``CUBLAS_WORKSPACE_CONFIG``, which is for cuBLAS, stays as it is: where it is set, PyTorch reads it with a
-regular expression, and each product takes the host 45 to 70 us more.
+How much memory cuBLASLt has stays as the process's owner has set it. Less of it would forbid the same, but PyTorch gets
+that memory once for each stream, and others' products would later write beyond its end; and where
+``CUBLAS_WORKSPACE_CONFIG`` is set, PyTorch reads it with a regular expression, for 45 to 70 us of the host's time in
+each product.
 
 All this belongs to the process. Several threads may run such steps: the first to begin notes what the owner has set,
 and the last to end puts it back. Products of other threads run under these settings meanwhile.
@@ -16,6 +17,7 @@ and the last to end puts it back. Products of other threads run under these sett
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -25,11 +27,10 @@ from typing import Any
 
 import torch
 
-from ..patches.narrow_products import narrow_linear
+from ..patches.narrow_products import row_by_row_linear
 
-_ROOM = 1024  # bytes: with none at all PyTorch says that memory ran out
-_ROOM_IN_ENVIRONMENT = "CUBLASLT_WORKSPACE_SIZE"  # in KiB
-_LT_APART = "TORCH_CUBLASLT_UNIFIED_WORKSPACE"  # by default cuBLASLt uses the memory that cuBLAS has
+# cuBLASLt has no memory then, and PyTorch's error says that memory ran out.
+_NO_ROOM = {"CUBLASLT_WORKSPACE_SIZE": r"0+", "CUBLAS_WORKSPACE_CONFIG": r"(:0+:\d+|:\d+:0+)+"}
 _REDUCED = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
 
 
@@ -37,9 +38,10 @@ def why_not_unsplit() -> str | None:
     """In words that say what stands in the way."""
     if torch.version.hip is not None:
         return "on AMD's GPUs nobody has tried it"
-    # It gets its memory with the first product of a stream. Were that one of ours, it would be too little for others'.
-    if os.environ.get(_LT_APART, "1").lower() in ("0", "n", "no", "f", "false", "off"):
-        return f"{_LT_APART} is off, so cuBLASLt keeps memory of its own: unset it"
+    for name, nothing in _NO_ROOM.items():
+        value = os.environ.get(name, "")
+        if re.fullmatch(nothing, value):
+            return f"{name}={value} leaves cuBLASLt no memory: unset it"
     return None
 
 
@@ -47,7 +49,6 @@ def why_not_unsplit() -> str | None:
 class _Settings:
     """Of a process."""
 
-    room: int | str | None  # for cuBLASLt: in bytes, or what the environment says
     library: Any
     reduced: dict[str, tuple[bool, bool]]  # whether sums may be rounded on their way, and whether they may be split
     linear: Any
@@ -56,7 +57,6 @@ class _Settings:
     def now() -> _Settings:
         cuda = torch.backends.cuda
         return _Settings(
-            cuda.cublaslt_workspace_size() if _room_is_a_call() else os.environ.get(_ROOM_IN_ENVIRONMENT),
             cuda.preferred_blas_library(),
             {name: (getattr(cuda.matmul, name), getattr(cuda.matmul, f"{name}_split_k")) for name in _REDUCED},
             torch.nn.functional.linear,
@@ -64,27 +64,20 @@ class _Settings:
 
     def without_splitting(self) -> _Settings:
         return _Settings(
-            _ROOM if _room_is_a_call() else str(_ROOM >> 10),
             torch._C._BlasBackend.Cublaslt,
             dict.fromkeys(_REDUCED, (False, False)),
-            narrow_linear(self.linear, _narrow_product),
+            row_by_row_linear(self.linear, _narrow_product),
         )
 
     def put(self) -> None:
-        if isinstance(self.room, int):
-            torch.backends.cuda.cublaslt_workspace_size(self.room)
-        elif self.room is None:
-            os.environ.pop(_ROOM_IN_ENVIRONMENT, None)
-        else:
-            os.environ[_ROOM_IN_ENVIRONMENT] = self.room
-        _prefer(self.library)
+        forbids = (False, False) in self.reduced.values()
+        if forbids:  # cuBLAS refuses products that may not be split, and another thread may be at one
+            _prefer(self.library)
         for name, pair in self.reduced.items():
             setattr(torch.backends.cuda.matmul, name, pair)
+        if not forbids:
+            _prefer(self.library)
         torch.nn.functional.linear = self.linear
-
-
-def _room_is_a_call() -> bool:
-    return hasattr(torch._C, "_cuda_setCublasLtWorkspaceSize")
 
 
 _has_preferred = False

@@ -69,7 +69,9 @@ class DecodeGraphs:
         self._pick = pick
         self._advance = advance
         self.most_times = most_times
-        self.size_of = size_of  # the size of the graph for so many rows
+        fewest = backend.fewest_rows
+        # The size of the graph for so many rows.
+        self.size_of: Callable[[int], int] = lambda rows: size_of(max(rows, fewest))
         self._notices = notices
         self._graphs: dict[_Kind, DecodeRows] = {}  # captured or not
         self._met: dict[tuple[Any, ...], WorkSeen] = {}

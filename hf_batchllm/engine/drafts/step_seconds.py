@@ -20,7 +20,8 @@ class StepSeconds:
     def __init__(self, share: float = 0.0) -> None:
         self._share = share
         self._latest: dict[int, deque[float]] = {}  # by the number of rows, without what reading the cache takes
-        self._seconds: dict[int, float] = {}  # what follows from these
+        self._measured: dict[int, float] = {}  # what follows from these
+        self._seconds: dict[int, float] = {}  # and from all of them together
 
     def note(self, rows: int, seconds: float, read: int = 0) -> None:
         """``read``: tokens whose K and V the step reads."""
@@ -29,14 +30,20 @@ class StepSeconds:
         latest = self._latest.setdefault(rows, deque(maxlen=_LATEST))
         latest.append(seconds)
         known = sorted(latest)[min(1, (len(latest) - 1) // 2)]
-        if len(latest) == 1:  # a graph may have been captured meanwhile
-            known = min([known, *(its for other, its in self._seconds.items() if other > rows)])
-        self._seconds[rows] = known
-        for other, its in self._seconds.items():  # an old one may be far off, and not be measured again for long
-            if other < rows:
-                self._seconds[other] = min(its, known)
-            elif other > rows:
-                self._seconds[other] = min(its, known * (1 + _STEEPEST * (other - rows) / _ROWS_FOR_TWICE))
+        if known != self._measured.get(rows):
+            self._measured[rows] = known
+            self._compare()
+
+    def _compare(self) -> None:
+        """What was measured of one size bounds the others: an old one may be far off, and not be measured again."""
+        sizes = sorted(self._measured.items())
+        longest = float("inf")
+        for rows, seconds in reversed(sizes):
+            longest = self._seconds[rows] = min(seconds, longest)
+        for place, (rows, _) in enumerate(sizes):
+            for fewer, its in sizes[:place]:
+                most = its * (1 + _STEEPEST * (rows - fewer) / _ROWS_FOR_TWICE)
+                self._seconds[rows] = min(self._seconds[rows], most)
 
     def of(self, rows: int, read: int = 0) -> float | None:
         """None before any was seen."""
