@@ -73,6 +73,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.some_cases
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("config", [{}, {"steps_per_sync": 6, "min_shared_tokens": 4}, {"cuda_graphs": False}], ids=str)
@@ -101,6 +102,7 @@ def test_where_a_cpu_steps_at_once(options: dict[str, Any]) -> None:
     assert 0 < drafted.report.accepted_tokens < drafted.report.drafted_tokens
 
 
+@pytest.mark.some_cases
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("assistant", ["llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"])

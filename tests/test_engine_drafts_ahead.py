@@ -36,6 +36,7 @@ def told(result: BatchResult) -> list[Any]:
     return [(each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs) for each in result]
 
 
+@pytest.mark.some_cases
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
