@@ -36,8 +36,9 @@ def row_by_row_linear(own: Product, product: Product, device_type: str = "cuda")
     """
 
     def by_library(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        single = input.numel() == weight.shape[-1] and input.shape[-1:] == weight.shape[1:]
-        if not single or torch.is_grad_enabled() or input.device.type != device_type:
+        single = input.ndim > 0 and weight.ndim == 2 and input.shape[-1] == weight.shape[1] == input.numel() > 0
+        is_usual = input.device.type == device_type and (bias is None or bias.ndim == 1)
+        if not single or not is_usual or torch.is_grad_enabled():
             return own(input, weight, bias)
         both = own(input.reshape(1, -1).repeat(2, 1), weight, bias)
         return both[:1].view(*input.shape[:-1], len(weight))

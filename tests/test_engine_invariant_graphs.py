@@ -15,6 +15,7 @@ from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import RowsWork
 from hf_batchllm.kernels.fixed_lists import FIXED_TILES
 from hf_batchllm.model.batch import Copies
+from hf_batchllm.model.fixed_triton_attention import FixedTritonBackend
 from hf_batchllm.model.runner import ModelRunner
 
 
@@ -142,3 +143,30 @@ def test_a_single_row_has_another_beside_it(invariant: bool, monkeypatch: pytest
         assert set(rows) == {2 if invariant else 1}
         both = generator.generate(prompts, max_new_tokens=20, progress=False)
     assert both[0].token_ids == alone.token_ids and len(alone.token_ids) == 20
+
+
+def test_memory_runs_out_while_sums_may_not_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is run again, in smaller parts, within the block that forbids it."""
+    run_over_twins(monkeypatch)
+    library: list[Any] = [torch._C._BlasBackend.Cublas]
+    monkeypatch.setattr(
+        torch.backends.cuda, "preferred_blas_library", lambda *one: (library.extend(one), library[-1])[1]
+    )
+    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    monkeypatch.setattr(FixedTritonBackend, "products", lambda self: self._products.applied())
+    prompts = [[5, 6, 7, 8, *[11 + place] * (2 + place % 4)] for place in range(6)]
+    options: dict[str, Any] = {"max_new_tokens": 5, "progress": False}
+    with BatchGenerator(build("llama"), invariant=True, page_size=16) as generator:
+        expected = generator.generate(prompts, **options).token_ids
+        own, steps = ModelRunner.forward, list[int]()
+
+        def forward(self: ModelRunner, *given: Any, **named: Any) -> Any:
+            steps.append(0)
+            if len(steps) in (1, 4):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
+            return own(self, *given, **named)
+
+        monkeypatch.setattr(ModelRunner, "forward", forward)
+        with pytest.warns(UserWarning, match="ran out of memory"):
+            assert generator.generate(prompts, **options).token_ids == expected
+    assert library[-1] == torch._C._BlasBackend.Cublas and len(steps) > 4

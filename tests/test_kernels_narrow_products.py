@@ -111,6 +111,13 @@ def test_a_single_row_stands_beside_its_copy() -> None:
         seen.clear()
         with pytest.raises(RuntimeError):
             linear(x[:1, :1].view(4, 4), weight)  # as many numbers, and no row of this weight
+        for wrong in ((x[0, 0, 0], weight[:, :1]), (x[0, 0], weight[0, 0])):
+            with pytest.raises(RuntimeError):
+                torch.nn.functional.linear(*wrong)
+            with pytest.raises(RuntimeError):
+                linear(*wrong)
+        assert linear(x[..., :0], weight[:, :0]).shape == (2, 3, 256)
+        seen.clear()
     linear(x[0, 0], weight)  # what may take part in training
     row_by_row_linear(own, narrow_products_torch.narrow_product)(x[0, 0], weight)  # another kind of device
-    assert seen == [(4, 4), (16,), (16,)]
+    assert seen == [(16,), (16,)]

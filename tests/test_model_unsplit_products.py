@@ -28,6 +28,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def preferred(*library: Any) -> Any:
         if library:
             assert MATMUL.allow_bf16_reduced_precision_reduction_split_k
+            assert MATMUL.allow_fp16_reduced_precision_reduction_split_k
         set_one.extend(library)
         return set_one[-1]
 
@@ -76,7 +77,7 @@ def settings() -> unsplit_products._Settings:
     return unsplit_products._Settings.now()
 
 
-def test_two_threads_leave_nothing_behind(libraries: list[Any]) -> None:
+def test_two_that_overlap_leave_nothing_behind(libraries: list[Any]) -> None:
     before = settings()
     one, other = UnsplitProducts(), UnsplitProducts()
     first, second = one.applied(), other.applied()
@@ -87,6 +88,17 @@ def test_two_threads_leave_nothing_behind(libraries: list[Any]) -> None:
     assert settings() == within and torch.nn.functional.linear is not before.linear
     second.__exit__(None, None, None)
     assert settings() == before
+
+
+def test_put_back_within_a_block(libraries: list[Any]) -> None:
+    """Memory has run out in it: what a step has left is put back, and the step is run again."""
+    before, products = settings(), UnsplitProducts()
+    with products.applied():
+        products.restore()
+        assert settings() == before
+    with products.applied():
+        assert settings() != before
+    assert settings() == before and not unsplit_products._in_force
 
 
 def test_nothing_is_left_after_an_interrupt(libraries: list[Any]) -> None:

@@ -22,6 +22,7 @@ from ..inputs.base_model import base_model
 from ..model.batch_builder import BatchBuilder
 from ..model.fixed_passes import ROWS, WIDE_ROWS
 from ..model.kv_storage import KVStorage
+from ..model.matmul_precision import matmul_settings
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
 from ..model.trial_passes import MadeUp
@@ -150,8 +151,8 @@ def _key(use: ModelInUse, config: BatchConfig) -> object:
     return (
         (config.fuse, config.page_size, config.backend, use.device, torch.get_num_threads(), use.fused_summary),
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-        (torch.are_deterministic_algorithms_enabled(), str(torch.backends.cuda.preferred_blas_library())),
-        (torch.get_float32_matmul_precision(), torch.backends.mkldnn.is_available(), torch.backends.mkldnn.enabled),
+        (torch.are_deterministic_algorithms_enabled(), *map(str, matmul_settings(use.device))),
+        (torch.backends.mkldnn.is_available(), torch.backends.mkldnn.enabled),
         tuple(
             (each.shape, each.dtype)
             for module in every_module(use.model)

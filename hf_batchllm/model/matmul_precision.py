@@ -27,7 +27,9 @@ def matmul_settings(device: torch.device) -> tuple[object, ...]:
     return (
         _precision(device),
         products.allow_bf16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction_split_k,
         products.allow_fp16_reduced_precision_reduction,
+        products.allow_fp16_reduced_precision_reduction_split_k,
         products.allow_fp16_accumulation,
         torch.backends.cuda.preferred_blas_library(),
     )

@@ -71,7 +71,7 @@ class _Settings:
 
     def put(self) -> None:
         forbids = (False, False) in self.reduced.values()
-        if forbids:  # cuBLAS refuses products that may not be split, and another thread may be at one
+        if forbids:  # cuBLAS refuses products then, and another thread may be about to begin one
             _prefer(self.library)
         for name, pair in self.reduced.items():
             setattr(torch.backends.cuda.matmul, name, pair)
@@ -124,7 +124,8 @@ class UnsplitProducts:
             yield
         finally:
             _end(block)
-            self._blocks.remove(block)
+            if block in self._blocks:  # ``restore`` comes within a block where memory has run out
+                self._blocks.remove(block)
 
     def restore(self) -> None:
         while self._blocks:
