@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from support_device_loop import run_over_twins
 from support_families import build
 from support_fuzz_calls import multiply_in_blocks
+from transformers.pytorch_utils import Conv1D
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
@@ -17,6 +19,7 @@ from hf_batchllm.kernels.fixed_lists import FIXED_TILES
 from hf_batchllm.model.batch import Copies
 from hf_batchllm.model.fixed_triton_attention import FixedTritonBackend
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.patches import fixed_forwards
 
 
 @pytest.mark.parametrize("prepared", [True, False])
@@ -170,3 +173,24 @@ def test_memory_runs_out_while_sums_may_not_be_split(monkeypatch: pytest.MonkeyP
         with pytest.warns(UserWarning, match="ran out of memory"):
             assert generator.generate(prompts, **options).token_ids == expected
     assert library[-1] == torch._C._BlasBackend.Cublas and len(steps) > 4
+
+
+def test_each_product_is_one_of_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2's are not, and a row alone would be added up in another order."""
+    run_over_twins(monkeypatch)
+    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    model, prompts = copy.deepcopy(build("gpt2")), [[5, 6, 7, 8, 9], [5, 6, 7, 8], [3]]
+    products, seen, own = [each for each in model.modules() if isinstance(each, Conv1D)], set(), fixed_forwards._linear
+
+    def linear(module: Conv1D, x: torch.Tensor) -> torch.Tensor:
+        seen.add(module)
+        return own(module, x)
+
+    monkeypatch.setattr(fixed_forwards, "_linear", linear)
+    with BatchGenerator(model, invariant=True, page_size=16) as generator:
+        result = generator.generate(prompts, max_new_tokens=6, progress=False)
+    assert seen == set(products) and len(products) > 4
+    assert not any("forward" in module.__dict__ for module in products)
+    for prompt, row in zip(prompts, result, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert [*prompt, *row.token_ids] == expected[0].tolist()

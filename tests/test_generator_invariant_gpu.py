@@ -14,7 +14,9 @@ from hf_batchllm import BatchGenerator, UnsupportedModelError
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "qwen3_moe"]))
+@pytest.mark.parametrize(
+    "family", family_params(["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "qwen3_moe", "gpt2"])
+)
 def test_on_a_gpu(family: str) -> None:
     model = copy.deepcopy(build(family)).to("cuda", torch.bfloat16)
     expected = alone(model)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..patches.attention_interface import AttentionContext
-from ..patches.fixed_forwards import FixedForwards
+from ..patches.fixed_forwards import ForwardsInPlace
 from ..patches.fixed_products import WideProducts
 from .batch import AttentionBatch, ModelBatch
 from .kv_storage import KVStorage
@@ -38,7 +38,7 @@ class AttentionBackend(ABC):
         """What the products of steps need around them."""
         return nullcontext()
 
-    def fixed_forwards(self, model: nn.Module) -> FixedForwards | None:
+    def fixed_forwards(self, model: nn.Module) -> ForwardsInPlace | None:
         """What modules run in place of their own forwards."""
         return None
 

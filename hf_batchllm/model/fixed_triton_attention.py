@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..kernel_check.attention_cases import Shape
@@ -20,6 +21,7 @@ from ..kernels.ranges import Readers
 from ..kernels.work_lists import WorkLists
 from ..notices import Notices
 from ..patches.attention_interface import AttentionCall
+from ..patches.fixed_forwards import Conv1DAsLinear
 from .batch import AttentionBatch
 from .kv_storage import KVStorage
 from .triton_attention import AttentionKernels, KernelAttention, StepWork, TritonBackend, WorkSource, on_this_card
@@ -62,6 +64,9 @@ class FixedTritonBackend(TritonBackend):
         super().__init__(kernels, storage, device, notices, *others, **named)
         self.fixed = fixed
         self._products = UnsplitProducts()
+
+    def fixed_forwards(self, model: nn.Module) -> Conv1DAsLinear:
+        return Conv1DAsLinear(model)
 
     def products(self) -> AbstractContextManager[object]:
         return self._products.applied() if self.device.type == "cuda" else nullcontext()
