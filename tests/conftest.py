@@ -35,9 +35,12 @@ collect_ignore = [file for files in _LEFT_OUT.values() for file in files]
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Ctrl-C as a program has it from the start: other tests may have changed that, and a shell has whatever it starts
-    in the background ignore it."""
+    in the background ignore it. Hypothesis has the collector call it, where an interrupt would be lost."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
     yield
+    gc.callbacks[:] = callbacks
     signal.signal(signal.SIGINT, handler)
 
 
