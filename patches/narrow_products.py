@@ -1,8 +1,8 @@
 """Products of which a library would add up a row in one way or another, for a while computed in another way.
 
-Those on a GPU with few columns, such as a router's, and those whose sizes are odd run on a kernel of our own. A single
-row stands beside a copy of itself: cuBLASLt has kernels for one row alone, which cut its sums into parts. What takes
-part in training is left as it is: other threads may be at it.
+Those on a GPU with few columns, such as a router's, and those whose sizes are odd run on a kernel of our own. Others
+run on the library's, never with a single row: cuBLASLt has kernels for one row alone, which cut its sums into parts.
+What takes part in training is left as it is: other threads may be at it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+
+from .padded_products import MOST, PaddedRows, seconds_on_a_gpu
 
 Product = Callable[..., torch.Tensor]  # (input [rows, depth], weight [columns, depth], bias [columns] or None)
 
@@ -28,20 +30,36 @@ def is_narrow(weight: torch.Tensor) -> bool:  # [columns, depth]
     return bool(odd) or columns < _WIDE or weight.dtype == torch.float32
 
 
+_PADDED = PaddedRows(seconds_on_a_gpu)
+
+
 @cache
-def row_by_row_linear(own: Product, product: Product, device_type: str = "cuda") -> Product:
+def row_by_row_linear(
+    own: Product, product: Product, device_type: str = "cuda", padded: PaddedRows = _PADDED
+) -> Product:
     """What stands for ``torch.nn.functional.linear``, which is ``own``. The same function each time.
 
     A model whose functions have changed could not be replayed.
     """
 
     def by_library(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        single = input.ndim > 0 and weight.ndim == 2 and input.shape[-1] == weight.shape[1] == input.numel() > 0
+        are_rows = input.ndim > 0 and weight.ndim == 2 and input.shape[-1] == weight.shape[1] and input.numel() > 0
         is_usual = input.device.type == device_type and (bias is None or bias.ndim == 1)
-        if not single or not is_usual or torch.is_grad_enabled():
+        if not are_rows or not is_usual or torch.is_grad_enabled():
             return own(input, weight, bias)
-        both = own(input.reshape(1, -1).repeat(2, 1), weight, bias)
-        return both[:1].view(*input.shape[:-1], len(weight))
+        rows, depth = input.numel() // input.shape[-1], input.shape[-1]
+        if rows > MOST:
+            return own(input, weight, bias)
+        kind = (
+            weight.shape, weight.stride(), weight.dtype, weight.device, input.dtype, bias is None,
+            torch.is_autocast_enabled(device_type),
+        )  # fmt: skip
+        computed = padded.of(rows, lambda some: own(some, weight, bias), kind, input)
+        if computed == rows:
+            return own(input, weight, bias)
+        more = input.new_empty(computed, depth)  # no row depends on what the others are
+        more[:rows] = input.reshape(rows, depth)
+        return own(more, weight, bias)[:rows].view(*input.shape[:-1], len(weight))
 
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if weight.ndim == 2 and weight.dtype in _HALVES and not is_narrow(weight):  # most of them, and at once

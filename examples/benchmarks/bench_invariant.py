@@ -30,6 +30,7 @@ def lists_for_a_gpu(vocabulary: int) -> Lists:
     shapes = {
         "192 prompts, 16 of which share 2,000 tokens of 2,200, 100 new tokens each": Workload(192, 2000, 200, 100, 16),
         "256 prompts of 128 tokens, 256 new tokens each": Workload(256, 0, 128, 256, 1),
+        "4 prompts of 128 tokens, 256 new tokens each": Workload(4, 0, 128, 256, 1),
     }
     return {name: (shape.prompts(vocabulary), shape.new) for name, shape in shapes.items()}
 
