@@ -44,7 +44,8 @@ def row_by_row_linear(
 
     def by_library(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         are_rows = input.ndim > 0 and weight.ndim == 2 and input.shape[-1] == weight.shape[1] and input.numel() > 0
-        is_usual = input.device.type == device_type and (bias is None or bias.ndim == 1)
+        is_usual = input.device.type == device_type and input.is_floating_point() and (bias is None or bias.ndim == 1)
+        is_usual = is_usual and type(input) in _PLAIN and type(weight) in _PLAIN
         if not are_rows or not is_usual or torch.is_grad_enabled():
             return own(input, weight, bias)
         rows, depth = input.numel() // input.shape[-1], input.shape[-1]

@@ -32,7 +32,8 @@ class Clock:
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         self.rows = x.numel() // max(1, x.shape[-1])
-        return torch.nn.functional.linear(x, weight, bias)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        return exact.to(x.dtype)  # a row has the same bits among any others
 
 
 def test_which_sizes_are_taken() -> None:
@@ -82,6 +83,49 @@ def test_what_cannot_be_measured_now_is_measured_later() -> None:
     clock.seconds = SLOW_AT_FIRST
     linear(x, weight)
     assert clock.rows == 24
+
+
+@torch.no_grad()
+def test_what_is_not_a_plain_product_is_the_librarys() -> None:
+    clock = Clock(SLOW_AT_FIRST)
+    linear = row_by_row_linear(torch.nn.functional.linear, NARROW, "cpu", PaddedRows(clock))
+    x, weight = torch.ones(4, 16, dtype=torch.float16), torch.ones(256, 16, dtype=torch.float16)
+    linear(x, weight.as_subclass(type("Quantised", (torch.Tensor,), {})))
+    wholes = x.to(torch.int8), weight.to(torch.int8)
+    torch.testing.assert_close(linear(*wholes), torch.nn.functional.linear(*wholes))
+    assert not clock.asked
+    for wrong in ((x, weight.double()), (x.int(), weight), (x[:, :8], weight), (x, weight, torch.ones(3))):
+        with pytest.raises(RuntimeError) as theirs:
+            torch.nn.functional.linear(*wrong)
+        with pytest.raises(RuntimeError) as ours:
+            linear(*wrong)
+        assert str(ours.value).split("(")[0] == str(theirs.value).split("(")[0]
+
+
+@torch.no_grad()
+def test_where_bits_differ_nothing_is_padded() -> None:
+    """So the trial of the model sees it."""
+    clock = Clock(SLOW_AT_FIRST)
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        made = clock.product(x, weight, bias)
+        return made if clock.rows != 48 else made + 1
+
+    linear = row_by_row_linear(product, NARROW, "cpu", PaddedRows(clock))
+    x, weight = torch.randn(4, 16, dtype=torch.float16), torch.randn(256, 16, dtype=torch.float16)
+    linear(x, weight)
+    assert clock.rows == 4
+    linear(x[:1], weight)
+    assert clock.rows == 2
+
+
+@torch.no_grad()
+def test_measuring_draws_no_noise_of_the_callers() -> None:
+    clock = Clock(SLOW_AT_FIRST)
+    before = torch.get_rng_state()
+    x, weight = torch.ones(4, 16, dtype=torch.float16), torch.ones(256, 16, dtype=torch.float16)
+    row_by_row_linear(clock.product, NARROW, "cpu", PaddedRows(clock))(x, weight)
+    assert clock.asked and torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.gpu
