@@ -9,11 +9,15 @@ from support_kernels import DEVICE, GPU, draw, kernel, plain
 
 from hf_batchllm.kernels import narrow_products_torch, narrow_products_triton
 from hf_batchllm.patches.narrow_products import is_narrow, row_by_row_linear
-from hf_batchllm.patches.padded_products import PaddedRows
+from hf_batchllm.patches.padded_products import PaddedRows, seconds_on_a_gpu
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
-NOT_NOW = PaddedRows(lambda run, device: None)  # nothing can be measured
+NOT_NOW = PaddedRows(seconds_on_a_gpu, lambda: False)  # nothing can be measured
 NEAR = {FLOAT32: 1e-5, FLOAT16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def in_a_step() -> bool:
+    return True
 
 
 @kernel
@@ -68,9 +72,9 @@ def test_what_is_left_to_the_library() -> None:
         return narrow_products_torch.narrow_product(x, weight, bias)
 
     own = torch.nn.functional.linear
-    linear = row_by_row_linear(own, product, "cpu")
+    linear = row_by_row_linear(own, product, in_a_step, "cpu", NOT_NOW)
     # A graph of a model is replayed as long as its functions stay.
-    assert linear is row_by_row_linear(own, product, "cpu")
+    assert linear is row_by_row_linear(own, product, in_a_step, "cpu", NOT_NOW)
     x, weight, bias = torch.randn(2, 5, 6), torch.randn(3, 6), torch.randn(3)
     for given in ({"input": x}, {"input": x[0], "bias": bias}, {"input": x[0, 0], "bias": bias}, {"input": x[:0]}):
         torch.testing.assert_close(linear(weight=weight, **given), own(weight=weight, **given))
@@ -86,7 +90,7 @@ def test_what_is_left_to_the_library() -> None:
     for wrong in ((x, torch.randn(3, 8)), (x, weight, torch.randn(2)), (x, weight.double())):
         with pytest.raises(RuntimeError):
             linear(*wrong)
-    row_by_row_linear(own, product)(x, weight)  # of another kind of device
+    row_by_row_linear(own, product, in_a_step)(x, weight)  # of another kind of device
     assert not seen
     with torch.no_grad():
         linear(x, trained)
@@ -101,7 +105,7 @@ def test_a_single_row_is_computed_with_another() -> None:
         seen.append(tuple(x.shape))
         return torch.nn.functional.linear(x, weight, bias)
 
-    linear = row_by_row_linear(own, narrow_products_torch.narrow_product, "cpu", NOT_NOW)
+    linear = row_by_row_linear(own, narrow_products_torch.narrow_product, in_a_step, "cpu", NOT_NOW)
     weight, bias = torch.randn(256, 16, dtype=FLOAT16), torch.randn(256, dtype=FLOAT16)
     x = torch.randn(2, 3, 16, dtype=FLOAT16)
     with torch.no_grad():
@@ -121,5 +125,5 @@ def test_a_single_row_is_computed_with_another() -> None:
         assert linear(x[..., :0], weight[:, :0]).shape == (2, 3, 256)
         seen.clear()
     linear(x[0, 0], weight)  # what may take part in training
-    row_by_row_linear(own, narrow_products_torch.narrow_product)(x[0, 0], weight)  # another kind of device
+    row_by_row_linear(own, narrow_products_torch.narrow_product, in_a_step)(x[0, 0], weight)  # another kind of device
     assert seen == [(16,), (16,)]

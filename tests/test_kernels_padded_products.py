@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,31 +10,45 @@ import pytest
 import torch
 
 from hf_batchllm.kernels import narrow_products_torch
+from hf_batchllm.model.unsplit_products import UnsplitProducts
 from hf_batchllm.patches.narrow_products import row_by_row_linear
 from hf_batchllm.patches.padded_products import MOST, SIZES, PaddedRows, faster_sizes, seconds_on_a_gpu
 
 # As on an H200 for the last product of an 8B model's layers: it is slow with up to 16 rows.
 SLOW_AT_FIRST = {size: 320e-6 if size <= 16 else (33e-6 + size * 50e-9) for size in SIZES}
-NARROW = narrow_products_torch.narrow_product
+FLOAT16 = torch.float16
+Product = Callable[..., torch.Tensor]
 
 
-class Clock:
-    """How long a product takes with so many rows, and how often that was asked."""
+class Library:
+    """Products whose rows have the same bits among any others. ``rows``: what the latest one was given."""
 
-    def __init__(self, seconds: dict[int, float] | None) -> None:
-        self.seconds, self.asked, self.rows = seconds, 0, 0
+    def __init__(self) -> None:
+        self.asked, self.rows, self.may_measure, self.runs_a_step = 0, 0, True, True
 
-    def __call__(self, run: Callable[[], Any], device: torch.device) -> float | None:
+    def seconds(self, run: Callable[[], Any], device: torch.device) -> float:
         self.asked += 1
-        if self.seconds is None:
-            return None
         run()
-        return self.seconds[self.rows]
+        return SLOW_AT_FIRST[self.rows]
+
+    def linear(self, product: Product | None = None) -> Product:
+        padded = PaddedRows(self.seconds, lambda: self.may_measure)
+        narrow = narrow_products_torch.narrow_product
+        return row_by_row_linear(product or self.product, narrow, lambda: self.runs_a_step, "cpu", padded)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         self.rows = x.numel() // max(1, x.shape[-1])
         exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        return exact.to(x.dtype)  # a row has the same bits among any others
+        return exact.to(x.dtype)
+
+
+def said(product: Product, given: tuple[torch.Tensor, ...]) -> str | None:
+    """The error of a product, if it is one."""
+    try:
+        product(*given)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return None
 
 
 def test_which_sizes_are_taken() -> None:
@@ -48,84 +63,134 @@ def test_which_sizes_are_taken() -> None:
 
 @torch.no_grad()
 def test_a_slow_product_has_more_rows() -> None:
-    clock = Clock(SLOW_AT_FIRST)
-    linear = row_by_row_linear(clock.product, NARROW, "cpu", PaddedRows(clock))
-    weight, bias = torch.randn(256, 16, dtype=torch.float16), torch.randn(256, dtype=torch.float16)
-    x = torch.randn(200, 16, dtype=torch.float16)
+    library = Library()
+    linear = library.linear()
+    weight, bias, x = (torch.randn(shape, dtype=FLOAT16) for shape in ((256, 16), (256,), (200, 16)))
     for also in (None, bias):
         every, computed = torch.nn.functional.linear(x, weight, also), []
         for rows in (1, 2, 7, 16, 17, 24, 25, 100, 128, 129, 200):
             found = linear(x[:rows], weight, also)
-            computed.append(clock.rows)
+            computed.append(library.rows)
             assert found.is_contiguous()
             torch.testing.assert_close(found, every[:rows], rtol=2e-3, atol=2e-3)
         assert computed == [24, 24, 24, 24, 17, 24, 25, 100, 128, 129, 200]
-    assert clock.asked == 2 * len(SIZES), "once for each kind of product"
-    assert linear(x[:6].view(2, 3, 16), weight).shape == (2, 3, 256) and clock.rows == 24
-    assert linear(x[0], weight).shape == (256,) and clock.rows == 24
-    assert linear(x[:0], weight).shape == (0, 256) and clock.rows == 0
-    linear(x[:4], torch.randn(16, 256, dtype=torch.float16).t())
-    assert clock.asked == 3 * len(SIZES), "a weight that lies the other way round is another kind"
+    once = library.asked // 2
+    assert linear(x[:6].view(2, 3, 16), weight).shape == (2, 3, 256) and library.rows == 24
+    assert linear(x[0], weight).shape == (256,) and library.rows == 24
+    assert linear(x[:0], weight).shape == (0, 256) and library.rows == 0
+    assert library.asked == 2 * once, "each kind of product is measured once"
+    linear(x[:4], torch.randn(16, 256, dtype=FLOAT16).t())
+    assert library.asked == 3 * once, "a weight that lies the other way round is another kind"
     with torch.enable_grad():
         linear(x[:4], weight)
-    assert clock.rows == 4, "what may take part in training"
+    assert library.rows == 4, "what may take part in training"
 
 
+@pytest.mark.parametrize("why_not", ["may_measure", "runs_a_step"])
 @torch.no_grad()
-def test_what_cannot_be_measured_now_is_measured_later() -> None:
-    clock = Clock(None)  # while a graph is captured
-    linear = row_by_row_linear(clock.product, NARROW, "cpu", PaddedRows(clock))
-    x, weight = torch.randn(4, 16, dtype=torch.float16), torch.randn(256, 16, dtype=torch.float16)
+def test_what_cannot_be_measured_now_is_measured_later(why_not: str) -> None:
+    library = Library()
+    linear, before = library.linear(), torch.get_rng_state()
+    x, weight = torch.ones(4, 16, dtype=FLOAT16), torch.ones(256, 16, dtype=FLOAT16)
+    setattr(library, why_not, False)  # a graph is captured, or this is another thread's product
     linear(x, weight)
-    assert clock.rows == 4
+    assert library.rows == 4
     linear(x[:1], weight)
-    assert clock.rows == 2, "a single row is never alone"
-    clock.seconds = SLOW_AT_FIRST
+    assert library.rows == 2, "a single row is never alone"
+    assert not library.asked
+    setattr(library, why_not, True)
     linear(x, weight)
-    assert clock.rows == 24
+    assert library.rows == 24 and library.asked
+    assert torch.equal(before, torch.get_rng_state()), "no draw of the caller's depends on this"
 
 
 @torch.no_grad()
 def test_what_is_not_a_plain_product_is_the_librarys() -> None:
-    clock = Clock(SLOW_AT_FIRST)
-    linear = row_by_row_linear(torch.nn.functional.linear, NARROW, "cpu", PaddedRows(clock))
-    x, weight = torch.ones(4, 16, dtype=torch.float16), torch.ones(256, 16, dtype=torch.float16)
-    linear(x, weight.as_subclass(type("Quantised", (torch.Tensor,), {})))
-    wholes = x.to(torch.int8), weight.to(torch.int8)
-    torch.testing.assert_close(linear(*wholes), torch.nn.functional.linear(*wholes))
-    assert not clock.asked
-    for wrong in ((x, weight.double()), (x.int(), weight), (x[:, :8], weight), (x, weight, torch.ones(3))):
-        with pytest.raises(RuntimeError) as theirs:
-            torch.nn.functional.linear(*wrong)
-        with pytest.raises(RuntimeError) as ours:
-            linear(*wrong)
-        assert str(ours.value).split("(")[0] == str(theirs.value).split("(")[0]
+    library = Library()
+    linear = library.linear(torch.nn.functional.linear)
+    x, weight = torch.ones(4, 16, dtype=FLOAT16), torch.ones(256, 16, dtype=FLOAT16)
+    quantised = weight.as_subclass(type("Quantised", (torch.Tensor,), {}))
+    linear(x, quantised)
+    alike = ((x.to(torch.int8), weight.to(torch.int8)), (x.float().to_sparse(), weight.float()))
+    for given in alike:
+        torch.testing.assert_close(linear(*given), torch.nn.functional.linear(*given))
+    for wrong in (
+        (x, weight.double()), (x.int(), weight), (x[:, :8], weight), (x, weight, torch.ones(3, dtype=FLOAT16)),
+        (x, weight.to_sparse_csr()), (x.to(torch.float8_e4m3fn), weight),
+    ):  # fmt: skip
+        assert said(linear, wrong) == said(torch.nn.functional.linear, wrong)
+    assert not library.asked
+    ours = library.linear()
+    ours(x[:1], quantised)
+    assert library.rows == 2, "its products may be a library's in the end"
+
+
+@torch.no_grad()
+def test_each_type_under_autocast_is_a_kind() -> None:
+    library = Library()
+    linear, x, weight = library.linear(), torch.ones(4, 16, dtype=FLOAT16), torch.ones(256, 16, dtype=FLOAT16)
+    asked = set()
+    for dtype in (torch.bfloat16, FLOAT16):
+        with torch.autocast("cpu", dtype=dtype):
+            linear(x, weight)
+            asked.add(library.asked)
+    linear(x, weight)
+    assert len({*asked, library.asked}) == 3
 
 
 @torch.no_grad()
 def test_where_bits_differ_nothing_is_padded() -> None:
     """So the trial of the model sees it."""
-    clock = Clock(SLOW_AT_FIRST)
+    for odd in (48, 33):
+        library = Library()
 
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        made = clock.product(x, weight, bias)
-        return made if clock.rows != 48 else made + 1
+        def product(*given: torch.Tensor, library: Library = library, odd: int = odd) -> torch.Tensor:
+            made = library.product(*given[:2])
+            return made if library.rows != odd else made + 1
 
-    linear = row_by_row_linear(product, NARROW, "cpu", PaddedRows(clock))
-    x, weight = torch.randn(4, 16, dtype=torch.float16), torch.randn(256, 16, dtype=torch.float16)
-    linear(x, weight)
-    assert clock.rows == 4
-    linear(x[:1], weight)
-    assert clock.rows == 2
+        linear = library.linear(product)
+        x, weight = torch.randn(4, 16, dtype=FLOAT16), torch.randn(256, 16, dtype=FLOAT16)
+        linear(x, weight)
+        assert library.rows == 4
+        linear(x[:1], weight)
+        assert library.rows == 2
 
 
 @torch.no_grad()
-def test_measuring_draws_no_noise_of_the_callers() -> None:
-    clock = Clock(SLOW_AT_FIRST)
-    before = torch.get_rng_state()
-    x, weight = torch.ones(4, 16, dtype=torch.float16), torch.ones(256, 16, dtype=torch.float16)
-    row_by_row_linear(clock.product, NARROW, "cpu", PaddedRows(clock))(x, weight)
-    assert clock.asked and torch.equal(before, torch.get_rng_state())
+def test_where_memory_does_not_suffice_to_measure() -> None:
+    library = Library()
+
+    def product(*given: torch.Tensor) -> torch.Tensor:
+        if len(given[0]) > 90:
+            raise torch.OutOfMemoryError
+        return library.product(*given[:2])
+
+    linear = library.linear(product)
+    for rows in (4, 1, 4):
+        assert linear(torch.ones(rows, 16, dtype=FLOAT16), torch.ones(256, 16, dtype=FLOAT16)).shape == (rows, 256)
+    assert library.rows == 4
+
+
+@torch.no_grad()
+def test_another_threads_compiled_products_stay_whole() -> None:
+    library = Library()
+    linear = library.linear(torch.nn.functional.linear)
+    compiled = torch.compile(lambda x, weight: linear(x, weight), fullgraph=True, backend="eager")
+    x, weight = torch.ones(4, 16, dtype=FLOAT16), torch.ones(256, 16, dtype=FLOAT16)
+    torch.testing.assert_close(compiled(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def test_whose_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_batchllm.model import unsplit_products
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *library: torch._C._BlasBackend.Cublaslt)
+    found: list[bool] = []
+    with UnsplitProducts().applied():
+        found.append(unsplit_products._runs_a_step())
+        other = threading.Thread(target=lambda: found.append(unsplit_products._runs_a_step()))
+        other.start()
+        other.join()
+    assert [*found, unsplit_products._runs_a_step()] == [True, False, False]
 
 
 @pytest.mark.gpu
@@ -136,22 +201,28 @@ def test_measuring_on_a_gpu() -> None:
     for x in (few, many):
         torch.nn.functional.linear(x, weight)
     short, long = (seconds_on_a_gpu(lambda x=x: torch.nn.functional.linear(x, weight), x.device) for x in (few, many))
-    assert short is not None and long is not None and 0 < short < long < 0.1
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        none = seconds_on_a_gpu(lambda: torch.nn.functional.linear(few, weight), few.device)
-        made = torch.nn.functional.linear(many, weight)
-    assert none is None
-    graph.replay()
-    torch.testing.assert_close(made, torch.nn.functional.linear(many, weight))
+    assert 0 < short < long < 0.1
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_kind_that_a_capture_meets_first_on_a_gpu() -> None:
+    weight = torch.randn(1032, 4104, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300, 4104, device="cuda", dtype=torch.bfloat16)
+    with UnsplitProducts().applied():
+        every = torch.nn.functional.linear(x, weight)  # its rows are too many to be measured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [torch.nn.functional.linear(x[:rows], weight) for rows in (1, 4)]
+        graph.replay()
+        for made in (*captured, torch.nn.functional.linear(x[:4], weight)):
+            assert torch.equal(made, every[: len(made)])
 
 
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 14336), (1024, 3072), (4096, 4096)])
 def test_padded_rows_have_the_same_bits_on_a_gpu(columns: int, depth: int) -> None:
-    from hf_batchllm.model.unsplit_products import UnsplitProducts
-
     weight = torch.randn(columns, depth, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(3 * MOST, depth, device="cuda", dtype=torch.bfloat16)
     with UnsplitProducts().applied():

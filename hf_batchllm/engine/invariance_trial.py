@@ -3,7 +3,8 @@
 In which order numbers are added up is a matter of libraries and cards. So a made-up sequence is run alone, beside
 others and its own copies, and its last tokens once more by themselves, in steps of several sizes. All must give the
 same logits, and put the same K and V into the cache. The first call with a model does so: it takes as long as a few
-steps. On a CPU the first call with many tokens tries wide passes as well.
+steps, and on a GPU the first of a process also times products. On a CPU the first call with many tokens tries wide
+passes as well.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def triton_fixed_kernels() -> FixedKernels:
 
 class FixedTritonBackend(TritonBackend):
     short_chunk = _ANY_LENGTH
-    fewest_rows = 2  # a single one would be copied for each product
+    fewest_rows = 2  # the products of a single one are computed with more, and each would copy it
     tiles = FIXED_TILES
     sums = (2,)
 

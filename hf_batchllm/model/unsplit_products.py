@@ -2,8 +2,8 @@
 
 By default cuBLAS cuts the sums of a product with few rows into parts (split-K) and adds the parts up. Of cuBLASLt's
 products PyTorch can forbid that. Each number of a wide product is then added up in one way, but for those of a single
-row, which are computed with two. Narrow products run on a kernel of our own. Whether all is so is tried with each model
-(engine/invariance_trial.py).
+row, which is computed with others. Narrow products run on a kernel of our own. Whether all is so is tried with each
+model (engine/invariance_trial.py).
 
 How much memory cuBLASLt has stays as the process's owner has set it. Less of it would forbid the same, but PyTorch gets
 that memory once for each stream, and others' products would later write beyond its end; and where
@@ -66,7 +66,7 @@ class _Settings:
         return _Settings(
             torch._C._BlasBackend.Cublaslt,
             dict.fromkeys(_REDUCED, (False, False)),
-            row_by_row_linear(self.linear, _narrow_product),
+            row_by_row_linear(self.linear, _narrow_product, _runs_a_step),
         )
 
     def put(self) -> None:
@@ -104,7 +104,7 @@ def _prefer(library: Any) -> None:
 
 
 _lock = threading.RLock()
-_in_force: dict[object, None] = {}  # the blocks that run
+_in_force: dict[object, int] = {}  # the blocks that run, and their threads
 _owners: _Settings | None = None  # those before the first of them
 
 
@@ -139,7 +139,7 @@ def _begin(block: object) -> None:
     with _lock:
         if _owners is None:
             _owners = _Settings.now()
-        _in_force[block] = None
+        _in_force[block] = threading.get_ident()
         _owners.without_splitting().put()
 
 
@@ -151,6 +151,11 @@ def _end(block: object) -> None:
         if not _in_force and _owners is not None:
             _owners.put()
             _owners = None
+
+
+def _runs_a_step() -> bool:
+    """Whether this thread does."""
+    return threading.get_ident() in tuple(_in_force.values())
 
 
 def _narrow_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
