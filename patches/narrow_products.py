@@ -7,7 +7,7 @@ What takes part in training is left as it is: other threads may be at it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -19,7 +19,7 @@ Product = Callable[..., torch.Tensor]  # (input [rows, depth], weight [columns, 
 # From so many columns on, all rows of cuBLAS's products had the same bits in all that were measured.
 _WIDE = 256
 _ALIGNED = 16  # bytes
-_CACHE_LINES = 256  # bytes: a library's choice depends on where in them a weight begins
+_MOST_ALIGNED = 256  # bytes: a library's choice depends on where in them a weight begins
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _HALVES = torch.bfloat16, torch.float16
 _TYPES = *_HALVES, torch.float32
@@ -62,7 +62,7 @@ def row_by_row_linear(
             computed = max(rows, FEWEST)
         else:
             kind = (
-                weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % _CACHE_LINES,
+                weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % _MOST_ALIGNED,
                 input.dtype, bias is None, _autocast_dtype(device_type),
             )  # fmt: skip
             computed = padded.of(rows, lambda some: own(some, weight, bias), kind, input)
@@ -80,7 +80,7 @@ def row_by_row_linear(
             return by_library(input, weight, bias)
         given = (input, weight) if bias is None else (input, weight, bias)
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-        if trains or torch.is_autocast_enabled(device_type) or not _is_ours(given, device_type):
+        if trains or torch.is_autocast_enabled(device_type) or not _is_ours(input, weight, bias, device_type):
             return by_library(input, weight, bias)
         made = product(input.reshape(-1, input.shape[-1]), weight, bias)
         return made.view(*input.shape[:-1], len(weight))
@@ -103,17 +103,13 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     )
 
 
-def _is_ours(given: Sequence[torch.Tensor], device_type: str) -> bool:
-    """Whether a kernel may read these tensors as they lie. What is wrong with others, the library says."""
-    x, weight, *bias = given
+def _is_ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, device_type: str) -> bool:
+    """Whether a kernel of our own may read these tensors as they lie."""
     return (
-        all(type(each) in _PLAIN and each.layout == torch.strided and each.device == x.device for each in given)
+        _is_plain(x, weight, bias, device_type)
         and x.device.type == device_type
         and weight.ndim == 2
         and x.ndim > 0
         and x.shape[-1] == weight.shape[1] > 0
-        and all(each.shape == weight.shape[:1] for each in bias)
-        and x.dtype == weight.dtype
-        and weight.dtype in _TYPES
         and is_narrow(weight)
     )
