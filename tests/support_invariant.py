@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support_families import build, random_prompts
 
-from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm import BatchGenerator, BatchResult, GeneratorPool, run_file
+from hf_batchllm.engine.loop import Engine
 
 Rows = list[str]  # of a prompt's samples, all that is known of each
 OPTIONS: dict[str, Any] = {
@@ -21,8 +25,8 @@ OPTIONS: dict[str, Any] = {
 
 
 @cache
-def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    return build(family) if dtype == torch.float32 else copy.deepcopy(build(family)).to(dtype)
+def model_of(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    return copy.deepcopy(build(family)).to(device, dtype)
 
 
 @cache
@@ -45,14 +49,14 @@ def told(result: BatchResult, places: Sequence[int]) -> list[Rows]:
     return list(every.values())
 
 
-def alone(model: Any, invariant: bool = True, **options: Any) -> list[Rows]:
+def alone(model: Any, invariant: bool = True, page_size: int = 64, **options: Any) -> list[Rows]:
     prompts, mine = strangers_and_mine()
-    with BatchGenerator(model, invariant=invariant) as generator:
+    with BatchGenerator(model, invariant=invariant, page_size=page_size) as generator:
         each = [generator.generate([prompts[place]], **{**OPTIONS, "seed": [place], **options}) for place in mine]
     return [told(result, [0])[0] for result in each]
 
 
-def in_a_list(generator: BatchGenerator, **options: Any) -> tuple[list[Rows], BatchResult]:
+def in_a_list(generator: BatchGenerator | GeneratorPool, **options: Any) -> tuple[list[Rows], BatchResult]:
     prompts, mine = strangers_and_mine()
     result = generator.generate(prompts, **{**OPTIONS, "seed": list(range(20)), **options})
     return told(result, mine), result
@@ -63,3 +67,30 @@ def short_of_memory(model: Any, **config: Any) -> dict[str, Any]:
     with BatchGenerator(model, **config) as probe:
         token = probe.architecture.kv_bytes_per_token
     return {"page_size": 4, "min_shared_tokens": 4, "max_batch_tokens": 24, "kv_memory": 80 * token, **config}
+
+
+def a_file_that_was_cut_off_is_the_same(
+    generator: BatchGenerator, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    """A run from file to file that ends in its midst, and is started again."""
+    prompts, _ = strangers_and_mine()
+    source, whole, out = (folder / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    lines = [{"prompt": prompt, "temperature": 1.2, "logprobs": 1, "n": 2} for prompt in prompts]
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run: dict[str, Any] = {"max_new_tokens": 5, "seed": 7, "window_bytes": 1500, "progress": False, **options}
+    run_file(generator, source, whole, **run)
+    collect, steps = Engine.collect, iter(range(1000))
+
+    def cut_off(self: Engine, *given: Any) -> Any:
+        if out.exists() and out.stat().st_size and next(steps) == 3:
+            raise KeyboardInterrupt
+        return collect(self, *given)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Engine, "collect", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            run_file(generator, source, out, **run)
+    done = out.read_text().count("\n")
+    assert 0 < done < 20
+    assert run_file(generator, source, out, **run).written == 20 - done
+    assert out.read_bytes() == whole.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ class Load:
     fails: Mapping[int, BaseException] = field(default_factory=dict)
     fails_at_work: Mapping[int, BaseException] = field(default_factory=dict)  # in its second step
     other_weights: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
 
     def __call__(self) -> Any:
         from support_families import build
@@ -36,7 +38,7 @@ class Load:
             time.sleep(0.02)
         if number in self.fails:
             raise self.fails[number]
-        model = build(self.family)
+        model = copy.deepcopy(build(self.family)).to(self.dtype)
         if number in self.other_weights:
             torch.nn.init.ones_(model.lm_head.weight)
         if number in self.slow:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,13 +18,21 @@ from support_fuzz_cases import draw_case
 from support_fuzz_check import check
 from support_fuzz_models import missing
 from support_interrupts import Stop
-from support_invariant import Rows, alone, in_a_list, model_of, short_of_memory, strangers_and_mine, told
+from support_invariant import (
+    Rows,
+    a_file_that_was_cut_off_is_the_same,
+    alone,
+    in_a_list,
+    model_of,
+    short_of_memory,
+    strangers_and_mine,
+    told,
+)
 from support_untouched import fingerprint
 from support_word_tokenizer import word_tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_batchllm import BatchGenerator, ConfigError, UnsupportedModelError, run_file
-from hf_batchllm.engine.loop import Engine
+from hf_batchllm import BatchGenerator, ConfigError, UnsupportedModelError
 from hf_batchllm.model import fixed_attention, fixed_passes
 from hf_batchllm.model.fixed_attention import FixedAttention
 from hf_batchllm.patches.fixed_products import FixedThreads
@@ -110,28 +117,8 @@ def test_beams_scores_and_calls_that_were_cut_off(tmp_path: Path, monkeypatch: p
         for place in mine:
             (one,) = generator.score([prompts[place]], [[answers[place]]], progress=False)
             assert one.logprobs == scores[place].logprobs
-
-    lines = [{"prompt": prompt, "temperature": 1.2, "logprobs": 1, "n": 2} for prompt in prompts]
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    run: dict[str, Any] = {"max_new_tokens": 5, "seed": 7, "window_bytes": 1500, "progress": False}
     with BatchGenerator(model, word_tokenizer(97), invariant=True, **settings) as generator:
-        run_file(generator, source, tmp_path / "whole.jsonl", **run)
-        collect, steps = Engine.collect, iter(range(1000))
-
-        def cut_off(self: Engine, *given: Any) -> Any:
-            if next(steps) == 30:
-                raise KeyboardInterrupt
-            return collect(self, *given)
-
-        monkeypatch.setattr(Engine, "collect", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            run_file(generator, source, tmp_path / "out.jsonl", **run)
-        monkeypatch.undo()
-        done = (tmp_path / "out.jsonl").read_text().count("\n")
-        assert 0 < done < 20
-        assert run_file(generator, source, tmp_path / "out.jsonl", **run).written == 20 - done
-    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        a_file_that_was_cut_off_is_the_same(generator, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("around", [nullcontext, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support_families import build, family_params
-from support_invariant import alone, in_a_list
+from support_invariant import a_file_that_was_cut_off_is_the_same, alone, in_a_list, model_of
+from support_parity import pages_of_memory
+from support_word_tokenizer import word_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
@@ -41,6 +44,24 @@ def gives_the_same(model: Any) -> None:
         for _ in range(2):
             found = in_a_list(generator, prompt_logprobs=None)[0]  # which are not kept
             assert found == alone(model, prompt_logprobs=None)
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "gemma3", "mixtral"]))
+def test_memory_runs_out_on_a_gpu(family: str) -> None:
+    model = model_of(family, torch.bfloat16, "cuda")
+    options = {"max_new_tokens": 90, "eos_token_id": 1000}  # one that never comes
+    expected = alone(model, page_size=16, **options)
+    memory = pages_of_memory(model, 12, 16)
+    with BatchGenerator(model, invariant=True, page_size=16, min_shared_tokens=4, kv_memory=memory) as generator:
+        for more in ({}, {"prompt_lookup_num_tokens": 4}):
+            found, result = in_a_list(generator, **options, **more)
+            assert found == expected and result.report.preemptions > 0
+
+
+def test_a_call_that_was_cut_off_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", torch.bfloat16, "cuda")
+    with BatchGenerator(model, word_tokenizer(97), invariant=True, min_shared_tokens=4) as generator:
+        a_file_that_was_cut_off_is_the_same(generator, tmp_path, monkeypatch)
 
 
 def test_what_is_refused_on_a_gpu() -> None:

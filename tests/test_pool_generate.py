@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import build, random_prompts
+from support_invariant import alone, in_a_list, model_of
 from support_letter_tokenizers import EOS, letter_tokenizer
 from support_pool import Load
 from support_quick_workers import quick_workers
@@ -107,6 +108,16 @@ def test_answers_are_those_of_one_process(options: str, kind: str, pool: Generat
 @pytest.mark.parametrize("options", OPTIONS)
 def test_of_three_processes(options: str, pool_of_three: GeneratorPool, one: BatchGenerator) -> None:
     check_answers(options, "nested", pool_of_three, one)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_same_to_the_last_bit(family: str) -> None:
+    """Whichever process has a prompt, and whatever else it has."""
+    load = Load(family, dtype=torch.bfloat16)
+    with GeneratorPool(load, gpus=["cpu"] * 2, invariant=True, min_shared_tokens=4) as pool:
+        found, result = in_a_list(pool)
+    assert all(worker.pieces for worker in result.report.workers)
+    assert found == alone(model_of(family, torch.bfloat16))
 
 
 def check_answers(options: str, kind: str, pool: GeneratorPool, one: BatchGenerator) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support_families import build, random_prompts
+from support_families import build, family_params, random_prompts
+from support_invariant import alone, in_a_list, model_of
 from support_letter_tokenizers import letter_tokenizer
 from support_pool import Load, is_running, none_left_behind
 from transformers import GenerationConfig
@@ -59,6 +60,19 @@ def test_answers_are_those_of_one_process(gpus: list[int]) -> None:
             for each in (pool, one)
         )
         assert scores == pytest.approx(wanted_scores, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "mixtral"]))
+@pytest.mark.parametrize("gpus", where())
+def test_the_same_to_the_last_bit(gpus: list[int], family: str) -> None:
+    """Each GPU has a part of the list, and none knows what the other has."""
+    expected = alone(model_of(family, torch.bfloat16, "cuda"))
+    load = Load(family, dtype=torch.bfloat16)
+    with GeneratorPool(load, gpus=gpus, invariant=True, min_shared_tokens=4, kv_memory="256MiB") as pool:
+        pool.wait()
+        found, result = in_a_list(pool)
+        assert found == expected and all(worker.pieces for worker in result.report.workers)
+        assert in_a_list(pool, prompt_lookup_num_tokens=4)[0] == expected
 
 
 def test_a_process_is_killed() -> None:

@@ -50,7 +50,7 @@ def draw_prompts(dice: random.Random, longest: int, vocabulary: int) -> list[Pro
     return prompts
 
 
-def draw_options(dice: random.Random, new_tokens: int) -> dict[str, Any]:
+def draw_options(dice: random.Random, new_tokens: int, vocabulary: int) -> dict[str, Any]:
     sampled = {"do_sample": True, "temperature": dice.choice((0.7, 1.0, 1.5)), "top_p": dice.choice((0.9, 1.0))}
     options: dict[str, Any] = dict(sampled) if dice.random() < 0.6 else {"do_sample": False}
     if options["do_sample"] and dice.random() < 0.4:
@@ -59,6 +59,8 @@ def draw_options(dice: random.Random, new_tokens: int) -> dict[str, Any]:
         options["repetition_penalty"] = 1.2
     if dice.random() < 0.5:
         options["prompt_logprobs"] = 0
+    if dice.random() < 0.6:  # answers of all lengths: what is expected of them is wrong, and some have to make room
+        options["eos_token_id"] = list(range(3, vocabulary, 2 * new_tokens))
     options |= {"max_new_tokens": dice.randint(2, new_tokens), "logprobs": dice.choice((0, 3))}
     return {**options, "progress": False}
 
@@ -67,7 +69,7 @@ def draw_way(dice: random.Random, longest: int, token_bytes: int) -> dict[str, A
     every: dict[str, Any] = {
         "share_prefixes": False,
         "max_batch_tokens": dice.choice((48, 200, 1000)),
-        "kv_memory": 4 * longest * token_bytes,
+        "kv_memory": dice.choice((1, 2, 4)) * longest * token_bytes,
         "keep_prefixes": 8,
         "steps_per_sync": dice.choice((1, 3, 32)),
         "cuda_graphs": False,
@@ -103,9 +105,10 @@ def told(result: BatchResult, place: int) -> list[str]:
 
 def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, invariant: bool) -> Counter[str]:
     """The ways of a list: how many cases of each kind there were, and how many of these differ."""
-    prompts = draw_prompts(dice, longest, model.config.get_text_config().vocab_size)
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = draw_prompts(dice, longest, vocabulary)
     seeds = [dice.randrange(2**40) for _ in prompts]
-    options = draw_options(dice, new_tokens)
+    options = draw_options(dice, new_tokens, vocabulary)
     counted: Counter[str] = Counter()
     with BatchGenerator(model, invariant=invariant) as generator:
         token_bytes = generator.architecture.kv_bytes_per_token
@@ -114,7 +117,7 @@ def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, i
         every = generator.generate(prompts, **options, seed=seeds)
     known = {(tuple(prompts[row.index]), row.sample): row.token_ids for row in every}
     for _ in range(WAYS):
-        way = draw_way(dice, longest, token_bytes)
+        way = draw_way(dice, longest + new_tokens + 192, token_bytes)  # 192: a page of its own for each end
         if GUESSED in way:
             way["steps_per_sync"] = dice.choice((1, 3))  # they begin after so many tokens
         config = {name: value for name, value in way.items() if name != GUESSED}
