@@ -15,10 +15,11 @@ from typing import Any
 import support_fuzz_models as models
 import torch
 from support_fingerprint import fingerprint
+from support_fuzz_bench import Bench
 from support_fuzz_calls import Calls, Mismatch, expect, running_as
 from support_fuzz_cases import Ask, Case
-from support_fuzz_oracle import Oracle
-from support_fuzz_relations import RELATIONS, Bench
+from support_fuzz_oracle import Oracle, as_on_a_cpu
+from support_fuzz_relations import RELATIONS
 
 _ROWS_ASKED = 2  # prompts of a case that ``generate`` is asked for, as a rule
 _SAMPLES_ASKED = 3  # and about so many rows
@@ -147,14 +148,5 @@ def exact_on(device: str) -> None:
     if device != "cpu":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-        if models.HALVED:  # `generate` is not asked there, and functions of an owner's are refused
-            return
-        draw = torch.multinomial
-
-        def checked(shares: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            """As on a CPU, where there is nothing to draw from: a GPU ends the process with a failed assertion."""
-            if not bool((shares.isfinite() & (shares >= 0)).all() and (shares.sum(-1) > 0).all()):
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            return draw(shares, *args, **kwargs)
-
-        torch.multinomial = checked
+        if not models.HALVED:  # functions of an owner's are refused there
+            torch.multinomial = as_on_a_cpu(torch.multinomial)

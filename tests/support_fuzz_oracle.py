@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +75,8 @@ class Oracle:
         with models.as_its_owner_runs_it(self.case.family, self.case.device, ask.adapter, self._model) as model:
             for _ in range(_TRIES if options.get("do_sample") else 1):
                 try:
-                    with torch.random.fork_rng():
+                    with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(torch, "multinomial", as_on_a_cpu(torch.multinomial))
                         _generate(model, ask.ids, options)
                 except Exception:
                     return True
@@ -84,6 +85,17 @@ class Oracle:
     def _options(self, ask: Ask) -> Options:
         options = {name: value for name, value in self.case.options_of(ask).items() if name not in _NOT_OF_GENERATE}
         return options | ({"tokenizer": models.letters()} if "stop_strings" in options else {})
+
+
+def as_on_a_cpu(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """An error where there is nothing to draw from: a GPU ends the process with a failed assertion."""
+
+    def checked(shares: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not bool((shares.isfinite() & (shares >= 0)).all() and (shares.sum(-1) > 0).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return draw(shares, *args, **kwargs)
+
+    return checked
 
 
 def _generate(model: Any, ids: Sequence[int], options: Options) -> Any:
