@@ -40,6 +40,7 @@ from .model.device_memory import is_device_error
 from .model.invariance import refuse_what_varies
 from .model.owners_warnings import warn_of_compiled
 from .notices import Notices
+from .patches.first_calls import call_functions_once
 from .patches.fusion import Fusion
 from .planning.requests_and_prefixes import Request
 from .planning.sharing import make_plan
@@ -81,6 +82,7 @@ class BatchGenerator:
     ) -> None:
         self._config = BatchConfig.of(config, dict(fields))
         warn_of_versions()
+        call_functions_once()
         self._notices = Notices()
         given, model = model, without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
