@@ -10,7 +10,6 @@ import torch
 from support_families import build
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.patches import first_calls
 
 FIRST_AND_SECOND = """
 import torch
@@ -25,8 +24,8 @@ ONCE = "from hf_batchllm.patches.first_calls import call_functions_once; call_fu
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
 def test_the_first_is_as_exact_as_the_second() -> None:
-    """Without the calls before, each differs in a third of all processes or more."""
-    for name, dtype in (("exp", "float"), ("tanh", "float"), ("log1p", "float"), ("exp", "double"), ("erf", "float")):
+    """Without the calls before, each differed in a quarter of all processes or more."""
+    for name, dtype in (("exp", "float"), ("tanh", "float"), ("sqrt", "float"), ("exp", "double"), ("erf", "float")):
         script = FIRST_AND_SECOND.format(before=ONCE, name=name, dtype=dtype)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert done.stdout == "True\n", f"{name} of {dtype}"
@@ -37,8 +36,3 @@ def test_a_generator_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_batchllm.generator.call_functions_once", lambda: called.append(1))
     with BatchGenerator(build("llama")):
         assert called == [1]
-
-
-def test_all_are_there() -> None:
-    for name in first_calls._FUNCTIONS:
-        assert torch.is_tensor(getattr(torch, name)(torch.full((1,), 0.5)))
