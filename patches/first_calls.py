@@ -1,8 +1,8 @@
 """Functions such as exp are called once by one thread, before several threads call one at the same time.
 
 Where several threads share a process's first call of one, a thread may compute its part in low accuracy: on two cores
-exp was wrong by 1e-4 in a quarter of all processes, and only once in each. That is MKL's choice of a kernel, which is not
-safe among threads (https://github.com/pytorch/pytorch/issues/188792).
+exp was wrong by 1e-4 in a quarter of all processes, and only once in each. That is MKL's choice of a kernel, which is
+not safe among threads (https://github.com/pytorch/pytorch/issues/188792).
 """
 
 from __future__ import annotations
