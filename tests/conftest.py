@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 
@@ -42,6 +43,16 @@ def interruptible() -> Iterator[None]:
     yield
     gc.callbacks[:] = callbacks
     signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu_memory_given_back() -> Iterator[None]:
+    """What PyTorch keeps of a GPU's memory is not free for the tests of other processes."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_report_header() -> list[str]:
@@ -81,6 +92,9 @@ def _one_for_all_that_need_a_gpu(config: pytest.Config, items: list[pytest.Item]
     import torch
 
     if torch.cuda.is_available():
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        if workers > 1:  # a test that takes more than its share of the GPU fails by itself, and no others do
+            torch.cuda.set_per_process_memory_fraction(1 / (workers + 1))
         return
     left_out: list[pytest.Item] = []
     for first, *others in marked.values():

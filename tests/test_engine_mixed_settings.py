@@ -174,12 +174,12 @@ def test_what_ends_requests_is_known_by_seat() -> None:
 def test_one_that_needs_the_host_is_named_once() -> None:
     prompts = mixed_prompts(1)
     configs = [GenerationConfig(max_new_tokens=3, temperature=0.6, do_sample=True) for _ in prompts]
-    configs[2] = GenerationConfig(max_new_tokens=3, do_sample=True, typical_p=0.5)
+    configs[2] = GenerationConfig(max_new_tokens=3, do_sample=True, top_h=0.5, top_p=0.9)
     with BatchGenerator(model_on("cuda", "llama")) as generator, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
             generator.generate(prompts, configs, seed=1)
-    said = [str(each.message) for each in told if "`typical_p`" in str(each.message)]
+    said = [str(each.message) for each in told if "`top_h`" in str(each.message)]
     assert len(said) == 1 and "all prompts" in said[0]
     assert AHEAD == [False, False]
 

@@ -240,7 +240,7 @@ def drawn(scores: torch.Tensor, noise: Noise, warpers: Sequence[LogitsProcessor]
     tokens = _attempt(scores, noise, warpers, width)
     # Where the best scores may not tell, whether they do is the only wait for the device, as a rule.
     while width < scores.shape[-1] and _can_be_short(warpers):
-        missed = (tokens == _TOO_SHORT).nonzero()[:, 0].tolist()
+        missed = [row for row, token in enumerate(tokens.tolist()) if token == _TOO_SHORT]
         if not missed:
             break
         width *= _WIDER
