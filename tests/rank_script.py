@@ -146,11 +146,9 @@ class Fails(LogitsProcessor):
 
 
 def one_fails(gen: RankGenerator, one: BatchGenerator) -> Any:
-    began = time.monotonic()
     found = error_of(
-        lambda: gen.generate([[5] * 12] * 40, max_new_tokens=400, logits_processor=[Fails()], progress=False)
+        lambda: gen.generate([[5] * 12] * 40, max_new_tokens=100_000, logits_processor=[Fails()], progress=False)
     )
-    assert time.monotonic() - began < 20
     assert gen.generate(PROMPTS["prefix"], max_new_tokens=2, progress=False).report is not None
     return found
 

@@ -170,7 +170,7 @@ def test_a_disk_that_fails_in_the_background_is_told_with_the_next_result(given,
             time.sleep(0.01)
 
         with pytest.raises(OutputWriteError, match="the disk reports an error"):
-            list(map(appended, range(30)))
+            list(map(appended, range(1000)))
 
 
 def test_a_file_system_that_cannot_sync_is_none_the_worse(given, wanted, monkeypatch) -> None:

@@ -20,6 +20,7 @@ from support_kernel_check import checking as checking  # a fixture
 from support_kernel_check import nothing_remembered as nothing_remembered  # a fixture of all tests here
 from support_kernels import plain
 from support_parity import assert_parity
+from support_pool import is_running
 
 from hf_batchllm import BatchConfig, BatchGenerator, ConfigError
 from hf_batchllm.kernel_check import child, errors_in_a_check, run_in_child, trust, which_card
@@ -181,23 +182,25 @@ def test_how_the_child_ends_after_its_last_word_is_of_no_account(
     text = f"import atexit\ndef last():\n    {way}\natexit.register(last)\n"
     (tmp_path / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    began = time.monotonic()
     found = list(run_in_child.outcomes("layers", CPU, to_the_end=True))
     assert [each.verdict for each in found] == [PASSED] * len(LAYERS)
-    assert time.monotonic() - began < 60
 
 
 @plain
 def test_what_a_kernel_leaves_behind_is_ended_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A compiler that hangs, say. It holds the pipe, too."""
     broken(monkeypatch, tmp_path, "left behind", "layer_ops_triton.add_rms_norm")
-    began = time.monotonic()
-    found = list(run_in_child.outcomes("layers", CPU))
-    assert found[-1].verdict == CRASHED and time.monotonic() - began < 60
-    time.sleep(0.2)
-    left = int((tmp_path / "left").read_text())
-    state = Path(f"/proc/{left}/stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert [*run_in_child.outcomes("layers", CPU)][-1].verdict == CRASHED
+    ends(int((tmp_path / "left").read_text()))
+
+
+def ends(process_id: int) -> None:
+    """Within a while, which is longer than any machine needs for it."""
+    for _ in range(600):
+        if not is_running(process_id):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {process_id} runs on")
 
 
 @plain
@@ -224,12 +227,7 @@ def test_a_child_ends_with_the_process_that_started_it(monkeypatch: pytest.Monke
         time.sleep(0.1)
     parent.kill()
     parent.wait()
-    state = Path(f"/proc/{int(child_id.read_text())}/stat")
-    for _ in range(100):
-        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail("the child runs on")
+    ends(int(child_id.read_text()))
 
 
 @plain

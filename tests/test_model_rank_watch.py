@@ -121,9 +121,9 @@ def gone(watch: RankWatch) -> None:
 def test_a_process_that_is_gone_ends_the_group_at_once() -> None:
     watches, ended = two_watches()
     with watches[0].during_a_call():
-        began = time.monotonic()
+        watches[0]._grace = 1e6
         gone(watches[1])
-        assert ended[0].wait(10) and time.monotonic() - began < GRACE
+        assert ended[0].wait(60)
     assert watches[0].failure == (1, "is gone: its process was killed, or has ended")
 
 

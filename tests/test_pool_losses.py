@@ -106,7 +106,7 @@ def test_all_are_killed() -> None:
         for number in started:
             threading.Timer(0.4, os.kill, (number, signal.SIGKILL)).start()
         with pytest.raises(PoolError, match=r"no process of the pool is left.*SIGKILL") as error:
-            pool.generate(PROMPTS * 20, **GIVEN | {"seed": 1})
+            pool.generate(PROMPTS * 20, **GIVEN | {"seed": 1, "max_new_tokens": 2000, "eos_token_id": None})
         if pool.interrupted is not None:
             assert len(pool.interrupted) and error.value.result is pool.interrupted  # type: ignore[attr-defined]
         with pytest.raises(PoolError, match="no process"):

@@ -51,7 +51,7 @@ def test_bad_prompts_are_told_on_each_rank(two: list[dict[str, Any]]) -> None:
 
 def test_a_rank_without_work_takes_over(two: list[dict[str, Any]]) -> None:
     slow, fast = two[0]["one_has_all_the_work"]
-    assert slow + fast == 120 * 6 and fast > 1.5 * slow
+    assert slow + fast == 120 * 6 and fast > slow
 
 
 def test_a_file_is_written_by_one_rank(two: list[dict[str, Any]]) -> None:
