@@ -19,6 +19,10 @@ DEVICE = "cuda" if GPU else "cpu"
 
 # On a GPU such a test is one of those that `make test-gpu` picks.
 kernel = pytest.mark.gpu if GPU else pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")
+alone_on_the_gpu = pytest.mark.skipif(
+    os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1",
+    reason="takes all memory of the device: run this file alone, with -n 0 or -n 1",
+)
 plain = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import build
-from support_kernels import plain
+from support_kernels import alone_on_the_gpu, plain
 from support_memory_device import FAMILY
 
 from hf_batchllm import BatchGenerator
@@ -22,10 +21,7 @@ pytestmark = plain
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1",
-    reason="takes all memory of the device: run this file alone, with -n 0 or -n 1",
-)
+@alone_on_the_gpu
 class TestOnAGpu:
     def model(self) -> Any:
         gc.collect()  # what earlier tests have left is not this one's

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from support_kernels import alone_on_the_gpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.model.runner import ModelRunner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, alone_on_the_gpu]
 LEFT = 192 << 20  # bytes: steps of 8,192 tokens take more
 
 
