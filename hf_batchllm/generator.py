@@ -170,7 +170,7 @@ class BatchGenerator:
         input_ids, attention_mask: instead of prompts, a padded 2-D tensor; then a tensor (or a ModelOutput) comes back,
             as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
         generation_config and further keyword arguments: as for ``model.generate``. ``scores`` and ``logits`` of a
-            ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
+            ModelOutput are 0 in rows that had ended, and its ``past_key_values`` hold no cache to go on from.
         adapter: the name of a PEFT adapter of the model, or None for the model without any; or a list, one for each
             prompt. Left out, the active adapters are used as they are.
         tools, chat_template_kwargs, continue_final_message: what chats are encoded with. A chat that ends with an

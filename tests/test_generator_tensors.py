@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import re
 import warnings
@@ -13,7 +14,7 @@ import pytest
 import torch
 from support_families import build, family_params
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import Cache, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_batchllm import BatchGenerator, BatchResult, GenerationInterrupted, PromptError, UnsupportedOptionError
@@ -146,6 +147,33 @@ def test_a_mask_that_is_not_passed_is_inferred_as_generate_infers_it(
     ids, _ = batch()
     options = {"pad_token_id": pad, "eos_token_id": eos, "max_new_tokens": 5}
     assert torch.equal(generator.generate(ids, **options), stock(ids, **options))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_where_generate_returns_its_cache_stands_that_there_is_none(generator: BatchGenerator, beams: int) -> None:
+    ids, mask = batch()
+    options = {"attention_mask": mask, "max_new_tokens": 3, "num_beams": beams, "return_dict_in_generate": True}
+    options["pad_token_id"] = PAD
+    expected, got = stock(ids, **options), generator.generate(ids, **options)
+    assert list(got.keys()) == list(expected.keys()) and len(got.to_tuple()) == len(expected.to_tuple())
+    *_, none = got.to_tuple()
+    assert copy.deepcopy(got).keys() == pickle.loads(pickle.dumps(got)).keys() == got.keys()
+    assert "no cache" in repr(copy.copy(none)) and "whole conversation" in str(pickle.loads(pickle.dumps(none)))
+    assert not hasattr(none, "get_seq_length") and not isinstance(none, Cache)
+    with pytest.raises(TypeError, match="whole conversation anew"):
+        none[0]
+    model: Any = build(FAMILY)
+    longer = {"attention_mask": torch.cat([mask, mask[:, -1:]], dim=1), "past_key_values": none}
+    with pytest.raises(UnsupportedOptionError, match="`past_key_values` is not supported: pass whole prompts"):
+        generator.generate(ids, **options, past_key_values=none)
+    for given in (longer, {"past_key_values": none, "use_cache": False}, {"past_key_values": none, "num_beams": 3}):
+        with pytest.raises(AttributeError, match="whole conversation anew"):
+            model.generate(ids, max_new_tokens=3, **given)
+    with pytest.raises(AttributeError, match="whole conversation anew"):
+        model(ids[:, -1:], past_key_values=none)
+    assert list(stock(ids, **options, use_cache=False).keys()) == list(
+        generator.generate(ids, **options, use_cache=False).keys()
+    )
 
 
 def test_learned_positions_count_tokens_and_not_padding() -> None:

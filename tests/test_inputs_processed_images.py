@@ -67,6 +67,25 @@ def test_each_prompt_by_itself_and_rows_of_a_batch(family: str) -> None:
         assert model.last_report.images
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_a_conversation_does_not_go_on_from_a_cache_that_was_not_returned(family: str) -> None:
+    model, first = model_of(family), made(family, CHATS[:1])
+    given = {**OPTIONS, "return_dict_in_generate": True}
+    cached = model.generate(**first, **given)
+    with accelerated(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turn = model.generate(**first, **given)
+        assert turn.keys() == cached.keys() and torch.equal(turn.sequences, cached.sequences)
+        ids, (*_, none) = torch.cat([turn.sequences, torch.tensor([[5, 6]])], dim=1), turn.to_tuple()
+        with pytest.raises(UnsupportedOptionError, match=r"`past_key_values` .* anew, with its images"):
+            model.generate(input_ids=ids, past_key_values=none, **OPTIONS)
+        assert model.last_report is None
+    with pytest.raises(AttributeError, match="anew, with its images"):
+        model.generate(input_ids=ids, past_key_values=none, **OPTIONS)
+    with generator_of(family) as generator, pytest.raises(UnsupportedOptionError, match="whole prompts, with their"):
+        generator.generate(input_ids=ids, past_key_values=none, **OPTIONS)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_equal_pixels_are_equal_tokens_and_different_ones_are_not(family: str) -> None:
     page = user(shows(PAGE), words(*range(3, 12)))

@@ -84,8 +84,8 @@ TABLE: dict[str, OptionRow] = {
         ),
         _refused(
             "past_key_values",
-            "is not supported: pass whole prompts, and their shared prefixes are computed once (from call to call, "
-            "too, with BatchConfig.keep_prefixes)",
+            "is not supported: pass whole prompts, with their images, and their shared prefixes are computed once "
+            "(from call to call, too, with BatchConfig.keep_prefixes)",
             kind=OptionKind.ARGUMENT,
         ),
         _no_effect(
@@ -263,7 +263,8 @@ TABLE: dict[str, OptionRow] = {
         _honoured(
             "return_dict_in_generate",
             None,
-            "A ModelOutput instead of a tensor, without `past_key_values`.",
+            "A ModelOutput instead of a tensor. Its `past_key_values` are an object that holds no cache, and says so "
+            "to whoever goes on from it: pass the whole conversation anew.",
             goes_with=PromptForm.TENSORS,
             instead=_BATCH_RESULT,
             takes=Takes.FLAG,

@@ -13,6 +13,7 @@ from transformers import GenerationMixin
 
 from ..config import BatchConfig
 from ..engine.job import Job, JobChecks
+from ..engine.tensor_results import refuse_no_cache
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.call_arguments import CallArguments
@@ -193,6 +194,7 @@ class _StandIn(MethodStandIn, Fallback):
             generate, named = self._generator.generate, _named(self.model, args, kwargs)
             reason = self._refusal or self._batches.busy or _reason_to_fall_back(named)
             try:
+                refuse_no_cache(named)
                 if reason is not None:
                     return self._run_original(reason, original)
                 return self._attempt(lambda: generate(progress=False, **named), original)
