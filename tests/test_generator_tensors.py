@@ -86,9 +86,14 @@ def test_padding_on_the_right_does_not_get_into_the_text(family: str, side: str)
     ids, mask = batch(side=side)
     assert not torch.equal(ids, left)
     ours = BatchGenerator(build(family), min_shared_tokens=4)
-    got = ours.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)
+    with pytest.warns(UserWarning, match=r"padded on the right.*model\.generate goes on from the padding"):
+        got = ours.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)
     expected = stock(left, family, attention_mask=left_mask, max_new_tokens=5)
     assert torch.equal(got, torch.cat([ids, expected[:, left.shape[1] :]], dim=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once, and of the right alone
+        ours.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)
+        BatchGenerator(build(family)).generate(left, attention_mask=left_mask, max_new_tokens=5)
 
 
 @pytest.mark.some_cases
@@ -275,7 +280,7 @@ def test_every_mask_without_a_hole_is_read_and_every_other_is_named(width: int) 
     ids = torch.arange(2**width * width).reshape(-1, width)
     padded = take_padded(ids, {"attention_mask": masks})
     assert padded is not None
-    prompts, problems = padded.unpadded(None, vocab_size=2**width * width)
+    prompts, problems = padded.unpadded(masks.bool(), vocab_size=2**width * width)
     for row, mask in enumerate(masks.tolist()):
         text = "".join(map(str, mask))
         if re.fullmatch("0*1+0*", text):

@@ -72,6 +72,12 @@ def test_what_cannot_be_served_goes_its_usual_way_and_says_why(monkeypatch: pyte
         assert pipe.last_report is None
     said = [str(each.message).removeprefix(SAYS) for each in caught if str(each.message).startswith(SAYS)]
     assert len(said) == 2
+    monkeypatch.undo()
+    pipe.processor.tokenizer.padding_side = "right"
+    texts = {"images": [[PAGE], [OTHER, PAGE]], "text": [f"w3 {placeholder('llava')} w4", "w5 <image> w6 <image> w7"]}
+    padded = plain_form(pipe(**GREEDY, **copy.deepcopy(texts)))
+    with pytest.warns(UserWarning, match="without: `attention_mask` marks padding on the right"), accelerated(pipe):
+        assert plain_form(pipe(**GREEDY, **copy.deepcopy(texts))) == padded
     assert said[0].startswith("`stopping_criteria` has a function")
     assert said[1].startswith(
         "prompt 0: holds `pixel_values`, which cannot be taken: images are not supported for Llava"

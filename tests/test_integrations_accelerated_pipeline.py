@@ -302,6 +302,24 @@ def test_errors_are_its_own(pipe: Any, call: Any) -> None:
     assert str(got.value) == str(expected.value)
 
 
+def test_padding_on_the_right_is_what_it_is_without() -> None:
+    tokenizer = copy.deepcopy(word_tokenizer())
+    pipe = pipeline("text-generation", model=build("gemma3"), tokenizer=tokenizer, device="cpu")
+    alone = pipe(TEXTS, **GREEDY)
+    tokenizer.padding_side = "right"  # which the pipeline had set to "left"
+    padded = {**GREEDY, "tokenizer_encode_kwargs": {"padding": "max_length", "max_length": 9}}
+    for call in (padded, {**GREEDY, "batch_size": 3}):
+        expected = pipe(TEXTS, **call)
+        with reasons() as said, accelerated(pipe):
+            assert pipe(TEXTS, **call) == expected
+            assert list(pipe(iter_of(TEXTS), **call)) == expected
+            assert pipe.last_report is None
+            assert pipe(TEXTS, **GREEDY) == alone
+            assert pipe.last_report is not None
+        assert len(said) == 1 and said[0].startswith("`attention_mask` marks padding on the right")
+        assert expected != alone
+
+
 def test_a_model_that_is_not_supported() -> None:
     pipe = pipeline("text-generation", model=REFUSED["falcon"](), tokenizer=word_tokenizer(), device="cpu")
     before, expected = state(pipe), pipe(TEXTS, **GREEDY)

@@ -68,6 +68,11 @@ FALLBACKS: dict[str, dict[str, Any]] = {
         "eos_token_id": list(range(90)),
         "pad_token_id": 0,
     },
+    "`attention_mask` marks padding on the right": {
+        "inputs": torch.tensor([[5, 6, 0, 0], [9, 5, 6, 7]]),
+        "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]),
+    },
+    "`attention_mask` marks padding on the right, and": {"inputs": torch.tensor([[5, 6, 7, 0]]), "pad_token_id": 0},
     "`stop_strings` ends rows one by one": {
         "stop_strings": ["ab", "c"],
         "tokenizer": letter_tokenizer(),

@@ -152,8 +152,10 @@ class JobChecks:
             passed = as_passed(listed)
             checked, problems = self._prompts(listed, architecture, prompt_options)
         else:
-            inferred = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else None
-            checked, problems = padded.unpadded(inferred, architecture.vocab_size)
+            mask = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else padded.mask
+            checked, problems = padded.unpadded(mask, architecture.vocab_size)
+            if not problems and not mask[:, -1].all():
+                self._see_right_padding()
             if padded.beside and not problems:
                 checked = self._showing(padded, [prompt for prompt in checked if prompt is not None])
         if isinstance(generation_config, list | tuple):
@@ -284,6 +286,14 @@ class JobChecks:
             return
         configs = generation_config if isinstance(generation_config, list | tuple) else [generation_config]
         warn_of_greedy(asked, seed, configs, base_model(self._model).generation_config, self._notices)
+
+    def _see_right_padding(self) -> None:
+        self._notices(
+            "right padding",
+            "rows are padded on the right. Here each of them goes on from its own last token, and its new tokens come "
+            "after the padding; model.generate goes on from the padding, which gives other tokens. Pad on the left, "
+            'with tokenizer.padding_side = "left"',
+        )
 
     def _warn_of_random_parts(self) -> None:
         if not self._model.training:

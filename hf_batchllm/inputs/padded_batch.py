@@ -27,14 +27,12 @@ class PaddedBatch:
     def width(self) -> int:
         return self.ids.shape[1]
 
-    def unpadded(self, inferred: torch.Tensor | None, vocab_size: int) -> tuple[list[Prompt | None], dict[int, str]]:
+    def unpadded(self, marked: torch.Tensor, vocab_size: int) -> tuple[list[Prompt | None], dict[int, str]]:
         """Each row without its padding, or None where it cannot be run; and the reason for each of these, by row.
 
-        ``inferred``: the mask to use where none was passed.
+        ``marked``: the mask, or the one to use where none was passed.
         """
-        chosen = self.mask if self.mask is not None else inferred
-        assert chosen is not None
-        mask = chosen.cpu().numpy().astype(bool)  # [rows, width]
+        mask = marked.cpu().numpy().astype(bool)  # [rows, width]
         ids = self.ids.cpu().numpy()
         lengths = mask.sum(axis=1)
         begins = mask.argmax(axis=1)

@@ -25,7 +25,14 @@ from ..patches.attention_swap import AttentionSwap
 from ..sampling import processor_chains
 from .batch_methods import BatchMethods
 from .batch_requests import without_own_defaults
-from .fallbacks import Fallback, ReportLeft, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
+from .fallbacks import (
+    Fallback,
+    ReportLeft,
+    reason_to_fall_back,
+    refuse_custom_generate,
+    refuse_what_sees_all_rows,
+    right_padding,
+)
 from .method_stand_in import MethodStandIn
 
 Model = TypeVar("Model")  # a model, or a pipeline
@@ -134,6 +141,9 @@ class _ChecksAsGenerate(JobChecks):
             return super()._resolved(generation_config, generate_kwargs, padded)
         model = without_own_defaults(self._model, generation_config)
         return resolve_each(model, generation_config, generate_kwargs, None, self._notices)
+
+    def _see_right_padding(self) -> None:
+        raise right_padding()
 
     def _warn_of_greedy(self, *given: Any) -> None:
         """Nothing: the caller writes for `generate`, whose names mean what they mean there."""

@@ -19,7 +19,14 @@ from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..results.run_report import RunReport
 from .batch_pipeline import BatchPipeline
-from .fallbacks import Fallback, ReportLeft, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
+from .fallbacks import (
+    Fallback,
+    ReportLeft,
+    reason_to_fall_back,
+    refuse_custom_generate,
+    refuse_what_sees_all_rows,
+    right_padding,
+)
 from .image_pipeline_call import ImagePipelineCall
 from .pipeline_call import AROUND_THE_MODEL, PipelineCall, PreparedInputs, TokenGenerator
 from .pipeline_inputs import read_inputs
@@ -197,16 +204,17 @@ class _PipelineStandIn(Fallback):
         def original(inputs: Any = inputs) -> Any:
             return type(self.pipe).get_iterator(self.pipe, inputs, num_workers, batch_size, *parameters)
 
+        batched = batch_size > 1
         if isinstance(inputs, list):
-            return self._served(inputs, parameters, PipelineCall.results, lambda: list(original()))
+            return self._served(inputs, parameters, PipelineCall.results, lambda: list(original()), batched)
         if self._ended:
             return original()
-        results = ResultIterator(lambda: self._stream(inputs, parameters, original), inputs)
+        results = ResultIterator(lambda: self._stream(inputs, parameters, original, batched), inputs)
         self._open.add(results)
         return results
 
     def _stream(
-        self, inputs: Any, parameters: tuple[Parameters, ...], original: Callable[[Any], Any]
+        self, inputs: Any, parameters: tuple[Parameters, ...], original: Callable[[Any], Any], batched: bool
     ) -> Generator[Any, None, None]:
         if self._ended:
             self._warn(GeneratorBusyError("accelerated() had ended when the first result was asked for"))
@@ -218,7 +226,7 @@ class _PipelineStandIn(Fallback):
             results = call.stream(generator, prepared)
             return chain([next(results)], results) if given else results
 
-        results = self._served(given, parameters, begin, lambda: iter(original(given)))
+        results = self._served(given, parameters, begin, lambda: iter(original(given)), batched)
         try:
             while True:
                 with self._turn():  # for each result: the reader may call the pipeline in between
@@ -240,7 +248,9 @@ class _PipelineStandIn(Fallback):
         parameters: tuple[Parameters, ...],
         serve: Callable[..., Any],
         original: Callable[[], Any],
+        batched: bool = False,
     ) -> Any:
+        """``batched``: the original would pad inputs to run several together."""
         if self._ended:
             return original()
         with self._turn():
@@ -261,6 +271,9 @@ class _PipelineStandIn(Fallback):
             call.options["progress"] = False
             prepared = call.prepare(inputs, generator)
             try:
+                on_the_right = getattr(self.pipe.tokenizer, "padding_side", None) == "right"
+                if prepared.padded_right or (batched and len(inputs) > 1 and on_the_right):
+                    return self._run_original(right_padding(), original)
                 return self._attempt(lambda: serve(call, generator, prepared), original)
             finally:
                 self._note_report()

@@ -155,6 +155,11 @@ def refuse_what_sees_all_rows(arguments: CallArguments, why: str) -> None:
                 raise UnsupportedOptionError(name, f"has {a_kind(each)}, which {why}")
 
 
+def right_padding() -> UnsupportedOptionError:
+    why = "marks padding on the right, and `generate` goes on from the padding: set tokenizer.padding_side = 'left'"
+    return UnsupportedOptionError("attention_mask", why)
+
+
 def refuse_custom_generate(model: nn.Module) -> None:
     inner: Any = type(base_model(model))
     if inner.generate is not GenerationMixin.generate:

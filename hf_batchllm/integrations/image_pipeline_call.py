@@ -52,6 +52,8 @@ class ImagePipelineCall(PipelineCall):
             prepared.refuse(rows.why)
             return
         prepared.padded |= any(len(row.ids) < ids.shape[1] for row in rows)
+        mask = made.get("attention_mask")
+        prepared.padded_right |= mask is not None and not mask[:, -1].all()
         prepared.add(EncodedInput(text, ids, ids), rows)
 
     def _in_stock_form(self, sequences: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,7 @@ class PreparedInputs:
     problems: dict[int, str] = field(default_factory=dict)  # by the inputs' places
     cause: Exception | None = None  # the error behind the first problem
     padded: bool = False  # whether any input has padding
+    padded_right: bool = False
 
     def refuse(self, why: str, cause: Exception | None = None) -> None:
         self.problems[len(self.encoded)] = why
@@ -241,6 +242,7 @@ class PipelineCall:
             return
         else:
             prepared.padded = True
+            prepared.padded_right |= bool(columns[-1] + 1 < ids.shape[1])
             prompt = ids[0, columns[0] : columns[-1] + 1]
         prepared.add(EncodedInput(encoded["prompt_text"], ids, ids), [prompt])
 
