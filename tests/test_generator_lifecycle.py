@@ -121,6 +121,37 @@ def test_a_stream_gives_what_generate_gives() -> None:
         generator.stream(prompts(), max_new_tokens=0)  # at once, not when the first result is asked for
 
 
+def test_a_stream_that_was_refused_can_be_asked_again() -> None:
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    first, second = (generator.stream(prompts(), max_new_tokens=NEW_TOKENS) for _ in range(2))
+    streamed = [next(first)]
+    for _ in range(2):
+        with pytest.raises(GeneratorBusyError, match="a stream is still open"):
+            list(second)
+    streamed += first
+    assert list(second) == streamed and len(streamed) == len(prompts())
+    assert not list(first) and not list(second), "each result is given once"
+    unasked = generator.stream(prompts(), max_new_tokens=NEW_TOKENS)
+    generator.close()
+    for _ in range(2):
+        with pytest.raises(GeneratorBusyError, match="closed"):
+            list(unasked)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_what_a_user_does_to_results_does_not_get_into_the_report(streamed: bool) -> None:
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    new_tokens = 0
+    options = {"max_new_tokens": NEW_TOKENS}
+    for generation in generator.stream(prompts(), **options) if streamed else generator.generate(prompts(), **options):
+        new_tokens += len(generation.token_ids)
+        generation.token_ids.clear()
+        generation.prompt_token_ids.clear()
+    assert generator.last_report is not None and generator.last_report.new_tokens == new_tokens
+    again = generator.generate(prompts(), **options)
+    assert sum(map(len, again.token_ids)) == new_tokens
+
+
 def test_a_closed_generator_says_so() -> None:
     with BatchGenerator(build(FAMILY)) as generator:
         pass

@@ -147,7 +147,7 @@ class ExtraOutputs(CallOutputs):
             index=request.index,
             sample=request.sample,
             text=text,
-            token_ids=request.generated,
+            token_ids=request.generated[:],  # a copy, as the user may change it while the call goes on
             prompt_token_ids=self._id_lists.of(request.prompt_ids),
             finish_reason=request.finish_reason.value,
             logprobs=None if self._new_tokens is None else self._new_tokens.take(request),

@@ -7,9 +7,10 @@ through, and with them the KV cache: it goes on only where these frames have bee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ..errors import GeneratorBusyError
@@ -74,7 +75,10 @@ class Turns:
             raise
         return None, kept
 
-    def stream(self, body: Callable[[Turn], Iterator[T]]) -> Iterator[T]:
+    def stream(self, body: Callable[[Turn], Iterator[T]]) -> Stream[T]:
+        return Stream(partial(self._streamed, body))
+
+    def _streamed(self, body: Callable[[Turn], Iterator[T]]) -> Generator[T, None, None]:
         """What ``body`` yields. An interrupt goes on as it is, without the frames that it came through."""
         turn = None
         try:
@@ -86,6 +90,31 @@ class Turns:
             kept = _bare(interrupt)
         turn = None
         raise kept
+
+
+class Stream(Iterator[T]):
+    """A generator that begins anew when it is asked again after it was refused, as another call was running."""
+
+    def __init__(self, begin: Callable[[], Generator[T, None, None]]) -> None:
+        self._begin = begin
+        self._generator = begin()
+        self._has_begun = False
+
+    def __next__(self) -> T:
+        try:
+            result = next(self._generator)
+        except GeneratorBusyError:
+            if not self._has_begun:
+                self._generator = self._begin()
+            raise
+        self._has_begun = True
+        return result
+
+    def close(self) -> None:
+        self._generator.close()
+
+    def throw(self, error: BaseException) -> T:
+        return self._generator.throw(error)
 
 
 def _bare(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
