@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from support_families import build
@@ -84,6 +85,9 @@ class Made:
         self.make = make
 
 
+FRAME = pandas.DataFrame({"id": [1, 2], "q": ["w5", "w6"], "length": [1, 1], "answer": ["w7", "w8"]})
+
+
 def stumbling() -> Iterator[list[int]]:
     yield from [IDS, IDS]
     raise OSError("the disk went away")
@@ -112,6 +116,8 @@ NO_LIST: list[tuple[str, Any, str]] = [
     ("ids by name", {"input_ids": [IDS]}, "the token ids in its 'input_ids'"),
     ("an encoding", PLAIN(["w5"]), "BatchEncoding; pass the texts themselves"),
     ("a data frame", Table(), "prompts is a Table; pass one of its columns, such as prompts['text']"),
+    ("numbers and texts", FRAME, "prompts is a DataFrame; pass one of its columns, such as prompts['q']"),
+    ("a data frame of numbers", FRAME[["id"]], "prompts is a DataFrame; pass a column of it that holds texts"),
     ("a data set", DataSet(), "such as prompts['prompt']"),
     ("a 0-D tensor", torch.tensor(5), "prompts is a 0-D tensor"),
 ]

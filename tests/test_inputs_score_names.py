@@ -20,6 +20,10 @@ MEANT = {
     "on_errors": "did you mean `on_error`",
     "prompts": "is called `contexts` in score()",
     "answers": "is called `choices` in score()",
+    "logprobs": "each result has `.logprobs`, one for each of its tokens, and `.logprob`, their sum",
+    "top_logprobs": "come with generate(texts, max_new_tokens=1, prompt_logprobs=5)",
+    "length_normalization": "`.mean_logprob` of a result, and scores.best(per=",
+    "batch_size": "is not needed: the batch is as large as memory allows",
     "max_new_tokens": "is not an option of score(), which takes contexts, continuations, choices, adapter, on_error, ",
 }
 

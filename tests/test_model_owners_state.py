@@ -139,6 +139,15 @@ def test_hooks_run_and_what_they_see_is_said_once() -> None:
     assert len(caught) == 1
 
 
+def test_a_hook_that_picks_a_place_is_told_what_it_gets() -> None:
+    generator = BatchGenerator(FAMILIES["llama"]())
+    picked: list[torch.Tensor] = []
+    generator.model.lm_head.register_forward_pre_hook(lambda module, given: picked.append(given[0][:, -1]))
+    with pytest.warns(UserWarning, match=r"picks a place, such as h\[:, -1\].*other prompt.*Use model\.generate"):
+        generator.generate([[5, 6], [7, 8, 9]], max_new_tokens=1)
+    assert [len(each) for each in picked] == [1], "of two prompts one"
+
+
 def test_a_hook_on_all_modules_is_named() -> None:
     generator = BatchGenerator(FAMILIES["llama"]())
     handle = nn.modules.module.register_module_forward_pre_hook(lambda module, given: None)

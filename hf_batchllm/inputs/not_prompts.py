@@ -24,8 +24,10 @@ def why_not_a_list(prompts: Any, a_prompt_is: str = A_PROMPT_IS) -> str | None:
     if columns is not None and not isinstance(prompts, (list, tuple)):
         # Iterating over a table gives the names of its columns, or its rows as dicts.
         names = [name for name in columns if isinstance(name, str)] if isinstance(columns, Iterable) else []
-        column = next((name for name in (*_COLUMNS, *names) if name in names), "text")
-        return f"{a_kind(prompts)}; pass one of its columns, such as prompts[{column!r}]"
+        texts = (name for name in names if _holds_text(prompts, name))
+        column = next((name for name in _COLUMNS if name in names), None) or next(texts, None)
+        hint = f"one of its columns, such as prompts[{column!r}]" if column else "a column of it that holds texts"
+        return f"{a_kind(prompts)}; pass {hint}"
     if isinstance(prompts, (itertools.count, itertools.cycle)):
         return f"{a_kind(prompts)}, which never ends; pass a list of prompts (itertools.islice cuts one off)"
     bad = (set, frozenset, bytes, bytearray, memoryview, type)
@@ -34,6 +36,13 @@ def why_not_a_list(prompts: Any, a_prompt_is: str = A_PROMPT_IS) -> str | None:
         hint = " (a set has no order)" if isinstance(prompts, (set, frozenset)) else hint
         return f"{a_kind(prompts)}{hint}; pass a list of prompts, where {a_prompt_is}"
     return None
+
+
+def _holds_text(table: Any, column: str) -> bool:
+    try:
+        return isinstance(next(iter(table[column]), None), str)
+    except Exception:  # of a table that gives no column by its name
+        return False
 
 
 def describe_mapping(given: Mapping[Any, Any], a_prompt_is: str = A_PROMPT_IS) -> str:

@@ -29,9 +29,11 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
     if (place := place_of_hooks(model, modules)) is not None:
         notices(
             "hooks",
-            f"there are hooks on {place}, and they see other tensors than in model.generate: many prompts in one row "
-            "[1, tokens, ...], and a shared prefix only once. A hook that treats every token alike works; one that "
-            "looks at positions or at the batch does not",
+            f"there are hooks on {place}, and they see other tensors than in model.generate: the tokens of many "
+            "prompts packed into one row [1, tokens, dim], and a shared prefix only once. A hook that does the same to "
+            "every token works. One that picks a place, such as h[:, -1], or reads the batch dimension gets another "
+            "prompt's tokens: what it records is wrong here, and answers are if it changes anything. Use "
+            "model.generate with it",
         )
     if any(module.training and module.__dict__.get("gradient_checkpointing") for module in modules):
         notices(
