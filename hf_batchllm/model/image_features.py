@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,6 +235,7 @@ class _Form:
     """In which form the tower gives its features."""
 
     def __init__(self, found: Any) -> None:
+        self._output = type(found)
         self._pooled = _kind_of(found.pooler_output)
         deeper = getattr(found, "deepstack_features", None)
         self._deeper = None if deeper is None else [_kind_of(level) for level in deeper]
@@ -246,7 +246,7 @@ class _Form:
         if self._deeper is not None:
             levels = zip(self._deeper, packed[1:], strict=True)
             deeper["deepstack_features"] = [_in_form(kind, level) for kind, level in levels]
-        return SimpleNamespace(pooler_output=_in_form(self._pooled, packed[0]), **deeper)
+        return self._output(pooler_output=_in_form(self._pooled, packed[0]), **deeper)
 
 
 def _kind_of(level: Any) -> type | int:
