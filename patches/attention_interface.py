@@ -6,6 +6,7 @@ its states into an ``AttentionCall`` and hands that to the context.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GenerationMixin
 
 from ..errors import UnsupportedModelError
 from .shared_kv import GivenKV
@@ -23,6 +24,11 @@ from .shared_kv import GivenKV
 # transformers treats names that contain "flash", "sdpa" or "flex_attention" in a special way; this one must not match.
 # The mask interface does not know it either, so transformers builds no attention mask at all.
 ATTENTION_NAME = "hf_batchllm"
+# The cache among the arguments of a forward pass: by the first name since transformers 5.24; before that by the second,
+# and in layers of states by the last.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+_TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_NAME = next(name for name in CACHE_NAMES if name in _TAKEN)  # the one that `generate` passes
 # Tensors that arrive beside the states and change nothing about which tokens a row sees.
 _HARMLESS_TENSORS = frozenset(["position_ids", "cache_position", "logits_to_keep"])
 

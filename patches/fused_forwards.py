@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .attention_interface import AttentionCall, Rotation, context_in_use
+from .attention_interface import CACHE_NAMES, AttentionCall, Rotation, context_in_use
 from .fusable_parts import heads_of
 from .fused_experts import ExpertKernels
 from .fused_families import Family
@@ -252,15 +252,15 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
         hidden_states: torch.Tensor,  # [1, tokens, hidden]
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         context = context_in_use()
-        usual = attention_mask is None and past_key_values is None and attention.is_causal
+        cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)
+        usual = attention_mask is None and not cached and attention.is_causal
         if context is None or not usual or len(hidden_states) != 1:  # `attention_interface` refuses the call
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             refused: tuple[torch.Tensor, None]
-            refused = own(attention, hidden_states, past_key_values=past_key_values, **kwargs)
+            refused = own(attention, hidden_states, **kwargs)
             return refused
         if qkv is None:
             states = getattr(attention, family.qkv[0])(hidden_states)[0]  # [tokens, (heads + 2 * kv_heads) * dim]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..kernels.gated_ops_torch import NormForm
+from .attention_interface import CACHE_NAMES
 from .state_functions import Convolution, DeltaRule, own_function, states_in_use
 from .unmodified import why_not_linear, why_not_own, why_not_plain
 
@@ -59,13 +60,13 @@ def mixer_forward(
 
     def forward(
         hidden_states: torch.Tensor,  # [1, tokens, hidden]
-        cache_params: Any = None,
         attention_mask: Any = None,
         **given: Any,
     ) -> torch.Tensor:
         context = states_in_use()
-        if context is None or cache_params is not None or attention_mask is not None or len(hidden_states) != 1:
-            alone: torch.Tensor = own(mixer, hidden_states, cache_params, attention_mask, **given)
+        cached = any(given.get(name) is not None for name in CACHE_NAMES)
+        if context is None or cached or attention_mask is not None or len(hidden_states) != 1:
+            alone: torch.Tensor = own(mixer, hidden_states, attention_mask=attention_mask, **given)
             return alone
         mixed, z, b, a = functional.linear(hidden_states[0], *merged[0]).split(sizes, dim=1)
         convolution = mixer.conv1d

@@ -36,6 +36,8 @@ from support_families import (
 )
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
+from hf_batchllm.patches.attention_interface import CACHE_NAME
+
 LENGTH = 45  # tokens of a probe's prompt: several windows
 SEES_NO_POSITIONS = {"gpt_bigcode", "persimmon", "ctrl"}  # `position_ids` end before the attention function
 UNSTEADY = {"ministral3"}  # they reach it in 5.23, not in 5.17
@@ -337,7 +339,7 @@ def forgets(model: PreTrainedModel) -> bool:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     steps = ids.split(LENGTH - 2, dim=1)
     try:
-        parts = [model(input_ids=step, past_key_values=cache, use_cache=True).logits[0] for step in steps]
+        parts = [model(input_ids=step, use_cache=True, **{CACHE_NAME: cache}).logits[0] for step in steps]
     except RuntimeError:  # a mask of one layer's length is used for all
         return True
     return not torch.allclose(torch.cat(parts), logits_of(model, prompt_of(9)), **CLOSE)

@@ -83,7 +83,7 @@ def test_a_usual_way_to_prepare_inputs_is_served_and_named_once(method: Any) -> 
     generator = BatchGenerator(model)
     with pytest.warns(UserWarning, match=f"MyLlama has its own `{PREPARE}`") as caught:
         assert tokens(generator) == tokens_alone(model) == tokens(generator)
-    assert len(caught) == 1
+    assert len([each for each in caught if each.category is UserWarning]) == 1  # transformers has deprecated a name
 
 
 @pytest.mark.parametrize(

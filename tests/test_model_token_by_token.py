@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
+from hf_batchllm.patches.attention_interface import CACHE_NAME
 
 
 class Around(nn.Module):
@@ -57,13 +58,12 @@ class LastRows(LlamaForCausalLM):
 
 
 class HidesPlaces(LlamaForCausalLM):
-    def forward(
-        self, input_ids: Any = None, past_key_values: Any = None, attention_mask: Any = None, **more: Any
-    ) -> Any:
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **more: Any) -> Any:
+        cache = more.get(CACHE_NAME)
+        seen = 0 if cache is None else cache.get_seq_length()
         mask = torch.ones(1, seen + input_ids.shape[1], dtype=torch.long)
         mask[:, 2:4] = 0
-        return super().forward(input_ids, mask, past_key_values=past_key_values, **more)
+        return super().forward(input_ids, mask, **more)
 
 
 class JustAround(LlamaForCausalLM):
@@ -174,6 +174,7 @@ def test_what_changes_from_pass_to_pass_is_refused_and_random_numbers_are_not(dt
     assert len(tokens(BatchGenerator(dropping))) == len(PROMPTS)
 
 
+@pytest.mark.filterwarnings("error")  # nothing that transformers will take away is called, and the trial runs
 @pytest.mark.parametrize("change", [_mlp(Louder), _class(JustAround)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_treats_each_token_by_itself_is_served(change: Callable[[Any], None], dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
+from hf_batchllm.patches.attention_interface import CACHE_NAME
 
 WIDTH = 48  # of the tiny Llama
 STATE = "carry a state from token to token in a way that is not supported: OtherMixer"
@@ -45,10 +46,11 @@ class Interpolated(Around):
 
 
 class InDecodeSteps(LlamaDecoderLayer):
-    def forward(self, hidden_states: Any, past_key_values: Any = None, **more: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length(self.self_attn.layer_idx):
+    def forward(self, hidden_states: Any, **more: Any) -> Any:
+        cache = more.get(CACHE_NAME)
+        if cache is not None and cache.get_seq_length(self.self_attn.layer_idx):
             hidden_states = hidden_states * 2
-        return super().forward(hidden_states, past_key_values=past_key_values, **more)
+        return super().forward(hidden_states, **more)
 
 
 class InTraining(LlamaForCausalLM):
@@ -59,10 +61,11 @@ class InTraining(LlamaForCausalLM):
 
 
 class ScaledByLength(LlamaAttention):
-    def forward(self, hidden_states: Any, position_embeddings: Any, past_key_values: Any = None, **more: Any) -> Any:
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+    def forward(self, hidden_states: Any, position_embeddings: Any, **more: Any) -> Any:
+        cache = more.get(CACHE_NAME)
+        seen = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         self.scaling = self.head_dim**-0.5 * (2 if seen > 24 else 1)
-        return super().forward(hidden_states, position_embeddings, past_key_values=past_key_values, **more)
+        return super().forward(hidden_states, position_embeddings, **more)
 
 
 def shifted(hidden: torch.Tensor, places: int = 1) -> torch.Tensor:

@@ -18,6 +18,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import UnsupportedModelError
+from ..patches.attention_interface import CACHE_NAME
 from ..patches.uncompiled import every_module
 from .code_in_use import REPLACEABLE
 
@@ -119,7 +120,7 @@ def _passes(model: Any, length: int, masked: bool) -> Iterator[_Pass]:
     given: dict[str, Any] = {
         "attention_mask": torch.ones(1, length, dtype=torch.long, device=device) if masked else None,
         "use_cache": True,
-        "past_key_values": cache,
+        CACHE_NAME: cache,
         "logits_to_keep": 1,
     }
     if hasattr(GenerationMixin, "_prepare_position_ids_for_generation"):
@@ -136,13 +137,13 @@ def _passes(model: Any, length: int, masked: bool) -> Iterator[_Pass]:
             is_first_iteration=step == 0,
             **given,
         )
-        yield _Pass(step, inputs, so_far, seen if inputs.get("past_key_values") is not None else 0, cache)
+        yield _Pass(step, inputs, so_far, seen if inputs.get(CACHE_NAME) is not None else 0, cache)
         new = so_far.shape[1] - seen
         states = torch.zeros(2, 1, 1, new, 1, dtype=torch.float32, device=device)
         cache.update(*states, 0)  # of one layer: only its length is asked for
         seen = so_far.shape[1]
         logits = torch.zeros(1, 1, vocabulary, dtype=torch.float32, device=device)
-        outputs = CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        outputs = CausalLMOutputWithPast(logits=logits, **{CACHE_NAME: cache})
         given = model._update_model_kwargs_for_generation(outputs, given, is_encoder_decoder=False)
 
 

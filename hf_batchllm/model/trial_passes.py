@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..kernels.spans import Spans
 from ..patches.attention_interface import (
     ATTENTION_NAME,
+    CACHE_NAME,
     AttentionCall,
     attention_context,
     context_in_use,
@@ -190,7 +191,7 @@ def logits_of(
 def logits_after(model: PreTrainedModel, past: int, row: Row, made_up: MadeUp) -> torch.Tensor:  # [tokens, vocabulary]
     """As ``generate`` computes them: with a cache, in which so many tokens are."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    given: dict[str, Any] = {"use_cache": True, "past_key_values": cache}
+    given: dict[str, Any] = {"use_cache": True, CACHE_NAME: cache}
     if past:
         logits_of(model, made_up.tokens(past), range(past), **given)
     tokens, positions = zip(*row, strict=True)
