@@ -9,6 +9,7 @@
 #   make fuzz          random cases held against model.generate for SECONDS=60, on a GPU with ARGS='--device cuda'
 #   make test-ray      the tests that start a cluster of Ray's, which others skip where Ray is not installed
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
+#   make test-newest   the same on the newest torch and transformers that were tried
 #   make sweep         every class of transformers against model.generate, and docs/models.md anew (five minutes on two cores)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
 #   make kernel-page   what each kernel takes on chip on each generation of cards, and docs/kernels-by-card.md anew
@@ -27,8 +28,10 @@ SECONDS ?= 60
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
+VENV_NEWEST := .venv-newest
 INSTALLED := $(VENV)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
+INSTALLED_NEWEST := $(VENV_NEWEST)/.installed
 # An environment with everything does for the demonstration, too.
 INSTALLED_DEMO := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
@@ -39,7 +42,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some containers set this. Tests start dozens of processes, and each of them would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-ray test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest kernel-page pictures dist clean
+.PHONY: demo test test-ray test-gpu fuzz lint ruff types test-oldest test-newest sweep sweep-oldest kernel-page pictures dist \
+	clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED_DEMO)
@@ -97,6 +101,9 @@ test-ray: $(INSTALLED)
 
 test-oldest: $(INSTALLED_OLDEST)
 	@OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+
+test-newest: $(INSTALLED_NEWEST)
+	@OMP_NUM_THREADS=1 $(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
 
 SWEEP := tests/sweep_models.py --jobs $(JOBS)
 
@@ -160,9 +167,10 @@ EVERYTHING := test,demo,json,notebook,lm-eval,trl
 
 $(VENV)/.installed-demo $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt
+$(INSTALLED_NEWEST): constraints-newest.txt
 $(VENV)/.installed-demo: EXTRAS := demo
-$(INSTALLED) $(INSTALLED_OLDEST): EXTRAS := $(EVERYTHING)
-$(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.py $(wildcard hf_batchllm/lm_eval/startup/*)
+$(INSTALLED) $(INSTALLED_OLDEST) $(INSTALLED_NEWEST): EXTRAS := $(EVERYTHING)
+$(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST) $(INSTALLED_NEWEST): pyproject.toml setup.py $(wildcard hf_batchllm/lm_eval/startup/*)
 	@$(check_python)
 	@# Without the link the next try creates what this one could not, say for want of Debian's python3-venv.
 	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D) || { rm -f $(@D)/bin/python; exit 1; }; }
@@ -174,5 +182,5 @@ $(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.p
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) .models build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_NEWEST) .models build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find hf_batchllm kernels patches tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

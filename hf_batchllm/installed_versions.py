@@ -15,11 +15,12 @@ REQUIRED = {
     "numpy": ">=1.26",
     "psutil": ">=5.9",
     "safetensors": ">=0.8",
-    "torch": ">=2.11,<2.14",
+    "torch": ">=2.11",
     "tqdm": ">=4.60",
     "transformers": ">=5.17,<6",
 }
-_INNER_WORKINGS = ("torch", "transformers")  # this library relies on more of these two than their public names
+# This library relies on more of these two than their public names. No installation is held to these bounds.
+TESTED = {"torch": "<2.16", "transformers": "<5.25"}
 _warned: set[str] = set()  # of the process, so that each generator does not warn anew
 
 
@@ -33,7 +34,7 @@ def in_words(error: ImportError) -> ImportError | None:
     name = error.name or ""
     if name in REQUIRED and importlib.util.find_spec(name) is None:
         return ModuleNotFoundError(_missing(name), name=name)
-    for problem in filter(None, map(_other_version, _INNER_WORKINGS)):
+    for problem in filter(None, map(_other_version, TESTED)):
         better = ImportError(problem, name=error.name, path=error.path)
         better.__cause__ = error
         return better
@@ -44,7 +45,7 @@ def warn_of_versions() -> None:
     """Warn once of each package whose version is not among those that this library is tested with."""
     from .notices import warn_user
 
-    for name in _INNER_WORKINGS:
+    for name in TESTED:
         if name not in _warned and (problem := _other_version(name)):
             warn_user(f"{problem}. Other versions are not tested: errors and wrong results are possible")
         _warned.add(name)  # after the warning, which may be an error
@@ -62,10 +63,12 @@ def _other_version(name: str) -> str:
     from packaging.specifiers import SpecifierSet  # comes with transformers
     from packaging.version import Version
 
-    # A nightly build of 2.13 is 2.13, and so is 2.13.0+cpu.
-    if Version(Version(found).base_version) in SpecifierSet(REQUIRED[name]):
-        return ""
-    return f"hf-batchllm needs {name}{REQUIRED[name]}, and {found} is installed here: {_install(name)}"
+    version = Version(Version(found).base_version)  # a nightly build of 2.13 is 2.13, and so is 2.13.0+cpu
+    if version not in SpecifierSet(REQUIRED[name]):
+        return f"hf-batchllm needs {name}{REQUIRED[name]}, and {found} is installed here: {_install(name)}"
+    if version not in SpecifierSet(TESTED[name]):
+        return f"hf-batchllm is tested with {name}{TESTED[name]}, and {found} is installed here"
+    return ""
 
 
 def _install(name: str) -> str:

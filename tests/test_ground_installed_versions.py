@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from support_families import build
 
 from hf_batchllm import BatchGenerator, installed_versions
@@ -67,9 +68,18 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def test_another_version_is_warned_of_once(versions: dict[str, str]) -> None:
-    versions["torch"] = "2.8.0+cpu"
-    said = r"needs torch>=2\.11,<2\.14, and 2\.8\.0\+cpu is installed here: pip install 'torch>=.*not tested"
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (
+            "2.8.0+cpu",
+            r"needs torch>=2\.11, and 2\.8\.0\+cpu is installed here: pip install 'torch>=2\.11'\..*not tested",
+        ),
+        ("9.1.0", r"is tested with torch<[\d.]+, and 9\.1\.0 is installed here\..*not tested"),
+    ],
+)
+def test_another_version_is_warned_of_once(version: str, said: str, versions: dict[str, str]) -> None:
+    versions["torch"] = version
     with pytest.warns(UserWarning, match=said) as caught:
         BatchGenerator(build("llama"))
     assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
@@ -78,7 +88,20 @@ def test_another_version_is_warned_of_once(versions: dict[str, str]) -> None:
         BatchGenerator(build("llama"))
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cu130", "2.13.0.dev20260401", "2.11.0a0+nv25.12"])
+def pinned(name: str) -> list[str]:
+    """The versions of a package that `make` installs."""
+    lines = [line for path in ROOT.glob("constraints*.txt") for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line.partition("==")[2] for line in lines if line.startswith(f"{name}==")]
+
+
+@pytest.mark.parametrize("name", installed_versions.TESTED)
+def test_what_make_installs_is_what_is_tested(name: str) -> None:
+    newest = max(map(Version, pinned(name)))
+    assert installed_versions.TESTED[name] == f"<{newest.major}.{newest.minor + 1}"
+    assert all(each in SpecifierSet(installed_versions.REQUIRED[name]) for each in pinned(name))
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cu130", "2.13.0.dev20260401", "2.11.0a0+nv25.12", "2.14.1"])
 def test_builds_of_a_tested_version_are_not_warned_of(version: str, versions: dict[str, str]) -> None:
     versions["torch"] = version
     with warnings.catch_warnings():
@@ -93,3 +116,5 @@ def test_an_import_that_fails_by_another_version_says_so(versions: dict[str, str
     said = installed_versions.in_words(failed)
     assert "needs transformers>=5.17,<6, and 4.57.1 is installed here" in str(said)
     assert said is not None and said.__cause__ is failed
+    versions["transformers"] = "5.99.0"
+    assert "is tested with transformers<" in str(installed_versions.in_words(failed))
