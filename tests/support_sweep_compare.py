@@ -37,6 +37,7 @@ NOT_ALONE = {
     "MusicgenMelodyForCausalLM": "each of its tokens is one of several codebooks",
     "PI0ForConditionalGeneration": "it has no generate: it writes actions",
     "Kosmos2ForConditionalGeneration": _IMAGE,
+    "Llama4ForConditionalGeneration": "its forward asks the output of its text model for `image_outputs` (5.24)",
     "BltForCausalLM": "its config has no num_hidden_layers, for which its cache asks",
     "DiffusionGemmaForBlockDiffusion": "it writes by diffusion, with a GenerationConfig of its own",
 }

@@ -49,6 +49,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # The default is None, and the model does not build with it.
     "ChameleonConfig": {"vocabulary_map": {"<image>": 127, "IMGIMGBS0Z": 126}},
     "Emu3Config": {"vocabulary_map": {"<image>": 127, "<|extra_200|>": 126, "<|visual token 000000|>": 125}},
+    "Apertus1p5Config": {"image_token_offset": 100, "audio_token_offset": 104},
     "BambaConfig": {"attn_layer_indices": [1, 3]},
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "Dots1Config": _EXPERTS,
@@ -71,6 +72,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 101},
     "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 101},
     # Sizes that have to agree with each other.
+    "Apertus1p5VisionTokenizerConfig": {"codebook_size": 4},
+    "WavTokenizerEncoderConfig": {"codebook_size": 4, "codebook_dim": 64},
+    "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "HYV4VLTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1]}},
     "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "XLNetConfig": {"d_head": 16},
     "BltPatcherConfig": {"head_dim": 16},
