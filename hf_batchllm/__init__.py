@@ -140,7 +140,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-# Makes pipeline("batch-text-generation", ...) known to transformers.
-_importlib.import_module(f"{__name__}.integrations.pipeline_task").register_task()

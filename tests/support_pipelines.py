@@ -12,7 +12,7 @@ from support_families import build
 from torch.utils.data import Dataset
 from transformers import pipeline
 
-import hf_batchllm  # noqa: F401 -- whose import makes the task known
+from hf_batchllm.integrations.pipeline_task import register_tasks
 
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
@@ -32,6 +32,7 @@ class Texts(Dataset):
 
 
 def made(task: str, **given: Any) -> Any:
+    register_tasks()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         defaults = {"model": build("gemma3"), "tokenizer": word_tokenizer(), "device": "cpu"}

@@ -11,6 +11,7 @@ from support_families import build
 from transformers import pipeline
 
 from hf_batchllm import BatchGenerator, PromptError, UnsupportedOptionError, accelerated
+from hf_batchllm.integrations.pipeline_task import register_tasks
 
 FAMILY = "llama"
 CALLED = [*ASKED, {"role": "assistant", "content": "w7", "tool_calls": [{"function": {"arguments": {"x": "w8"}}}]}]
@@ -74,6 +75,7 @@ def test_every_door_continues_the_same_chats(generator: BatchGenerator, tokenize
     with accelerated(stock):
         assert stock(chats, return_full_text=False, **options) == expected
         assert stock.last_report is not None
+    register_tasks()
     with pipeline("batch-text-generation", model=generator.model, tokenizer=tokenizer, device="cpu") as pipe:
         assert pipe(chats, return_full_text=False, **options) == expected
     ours = generator.generate(chats, **options)
@@ -136,6 +138,7 @@ def test_the_pipelines_take_them_too(generator: BatchGenerator, tokenizer: Any) 
     with accelerated(stock):
         assert tokens(stock([ASKED], tools=[WEATHER], tokenizer_encode_kwargs=NO_THOUGHT, **given)) == expected
         assert stock.last_report is not None
+    register_tasks()
     with pipeline(
         "batch-text-generation",
         model=generator.model,

@@ -28,6 +28,7 @@ from hf_batchllm import (
     UnsupportedModelError,
     accelerated,
 )
+from hf_batchllm.integrations.pipeline_task import register_tasks
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches.attention_swap import AttentionSwap
 
@@ -495,6 +496,7 @@ def test_pipelines_of_other_kinds_are_refused_by_name() -> None:
     other = pipeline("feature-extraction", model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
     with pytest.raises(UnsupportedModelError, match=r"not one for feature-extraction: .*accelerated\(pipe.model\)"):
         accelerated(other).__enter__()
+    register_tasks()
     ours = pipeline("batch-text-generation", model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
     with pytest.raises(UnsupportedModelError, match=r"leave accelerated\(\) out"):
         accelerated(ours).__enter__()

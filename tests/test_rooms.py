@@ -61,8 +61,7 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     for package, folder in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root / folder).with_suffix("").parts
-            if "startup" not in parts:  # is installed beside the library, and imports nothing of it
-                found[".".join((package, *parts)).removesuffix(".__init__")] = path
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
     return found
 
 

@@ -92,10 +92,7 @@ class _ChecksAsPipeline(JobChecks):
     def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
         job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
         if job.sequences > 1:
-            why = (
-                'a pipeline calls for one batch after the other: use pipeline("batch-text-generation"), which calls it '
-                "for the rows of all prompts in turn"
-            )
+            why = "a pipeline calls for one batch after the other: use BatchGenerator, which calls it for each row"
             refuse_what_sees_all_rows(job.options[0].arguments, why)
             if job.options[0].arguments.prefix_allowed_tokens_fn is not None:
                 raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is a function that {why}")

@@ -31,8 +31,8 @@ _FIELDS = [field.name for field in dataclasses.fields(BatchConfig)]
 class BatchPipeline(Pipeline):
     """Comes before transformers' own class among the bases. What differs from it is set beside the class's name."""
 
-    _own_task: ClassVar[str]
-    _stock_task: ClassVar[str]  # the task with the same models, defaults and names
+    own_task: ClassVar[str]
+    stock_task: ClassVar[str]  # the task with the same models, defaults and names
     _stock: ClassVar[type[Pipeline]]
     _kind_of_call: ClassVar[type[PipelineCall]]
 
@@ -42,8 +42,8 @@ class BatchPipeline(Pipeline):
         self._refuse_overridden_methods()
         check_one_config(kwargs.get("generation_config"))
         stock: Any = super()
-        stock.__init__(*args, task=self._stock_task, **kwargs)  # transformers looks up defaults and checks by it
-        self.task = task or self._own_task
+        stock.__init__(*args, task=self.stock_task, **kwargs)  # transformers looks up defaults and checks by it
+        self.task = task or self.own_task
         self._refuse_unknown_options(options_for_generate(self, dict(self._forward_params)))
         self._closed = False
         self._generator: TokenGenerator | None = self._new_generator()
@@ -86,7 +86,7 @@ class BatchPipeline(Pipeline):
     def _sanitize_parameters(self, *args: Any, **kwargs: Any) -> tuple[Parameters, Parameters, Parameters]:
         for name in _FIELDS:
             if name in kwargs:
-                made = f"pipeline({self._own_task!r}, ..., {name}=...)"
+                made = f"pipeline({self.own_task!r}, ..., {name}=...)"
                 raise ConfigError(f"`{name}` is set when the pipeline is made: {made}")
         check_one_config(kwargs.get("generation_config"))
         template = kwargs.pop(CHAT_OPTIONS, None)
@@ -147,7 +147,7 @@ class BatchPipeline(Pipeline):
                 raise UnsupportedModelError(
                     f"{type(self).__name__} has a `{name}` of its own, which would not run for each prompt: change "
                     f"`_sanitize_parameters`, `preprocess` or `postprocess`, or leave it to a pipeline for "
-                    f"{self._stock_task}"
+                    f"{self.stock_task}"
                 )
 
     def _call(self, preprocess: Parameters, forward: Parameters, postprocess: Parameters) -> PipelineCall:

@@ -14,7 +14,6 @@ from .batch_pipeline import BatchPipeline, check_one_config
 from .image_pipeline_call import ImagePipelineCall
 from .image_pipeline_inputs import as_image_inputs
 from .pipeline_options import IN_ONE, Parameters
-from .pipeline_task import IMAGE_TASK, TASKS, register_task
 
 # Names that the template or the processor has, too. Of all others it is certain that ``generate`` is meant.
 _AMBIGUOUS = {
@@ -28,9 +27,10 @@ _THEIRS = frozenset(TABLE) - _OURS - _AMBIGUOUS
 class BatchImageTextToTextPipeline(BatchPipeline, ImageTextToTextPipeline):
     """The pipeline of ``pipeline("image-text-to-text", ...)``, with all prompts of a call computed at once.
 
-        import hf_batchllm
+        from hf_batchllm.integrations.pipeline_task import register_tasks
         from transformers import pipeline
 
+        register_tasks()
         pipe = pipeline("batch-image-text-to-text", model=model, processor=processor)
         pipe(chats, max_new_tokens=50, return_full_text=False)
 
@@ -46,7 +46,7 @@ class BatchImageTextToTextPipeline(BatchPipeline, ImageTextToTextPipeline):
     Iterators, ``last_report``, ``plan(prompts)`` and ``close()`` are as in BatchTextGenerationPipeline.
     """
 
-    _own_task, _stock_task = IMAGE_TASK, TASKS[IMAGE_TASK].like
+    own_task, stock_task = "batch-image-text-to-text", "image-text-to-text"
     _stock = ImageTextToTextPipeline
     _kind_of_call = ImagePipelineCall
 
@@ -73,6 +73,3 @@ class BatchImageTextToTextPipeline(BatchPipeline, ImageTextToTextPipeline):
             check_one_config(kwargs[IN_ONE].get("generation_config"))
         preprocess, forward, postprocess = super()._sanitize_parameters(*args, **kwargs)
         return preprocess, {**forward, **ours}, postprocess
-
-
-register_task(BatchImageTextToTextPipeline)

@@ -10,15 +10,15 @@ from ..results.sharing_plan import SharingPlan
 from .batch_pipeline import BatchPipeline
 from .pipeline_call import PipelineCall
 from .pipeline_inputs import as_inputs
-from .pipeline_task import TASK, TASKS, register_task
 
 
 class BatchTextGenerationPipeline(BatchPipeline, TextGenerationPipeline):
     """The pipeline of ``pipeline("text-generation", ...)``, with all prompts of a call computed at once.
 
-        import hf_batchllm
+        from hf_batchllm.integrations.pipeline_task import register_tasks
         from transformers import pipeline
 
+        register_tasks()
         pipe = pipeline("batch-text-generation", model=model, tokenizer=tokenizer)
         pipe(prompts, max_new_tokens=50)
 
@@ -38,7 +38,7 @@ class BatchTextGenerationPipeline(BatchPipeline, TextGenerationPipeline):
     pipe:``, frees the memory that is kept between calls.
     """
 
-    _own_task, _stock_task = TASK, TASKS[TASK].like
+    own_task, stock_task = "batch-text-generation", "text-generation"
     _stock = TextGenerationPipeline
     _kind_of_call = PipelineCall
 
@@ -55,6 +55,3 @@ class BatchTextGenerationPipeline(BatchPipeline, TextGenerationPipeline):
     def plan(self, text_inputs: Any, **kwargs: Any) -> SharingPlan:
         """What sharing these prompts would save. Runs no model."""
         return self._plan(as_inputs(text_inputs), kwargs)
-
-
-register_task(BatchTextGenerationPipeline)

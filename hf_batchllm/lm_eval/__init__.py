@@ -1,4 +1,4 @@
-"""The evaluation harness on this engine: ``lm_eval --model hf-batchllm``. Importing this makes the model known there.
+"""The evaluation harness on this engine: ``python -m hf_batchllm.lm_eval``. Importing this makes the model known there.
 
 The import is light: the class itself, and torch with it, is loaded when the harness asks for it.
 """
