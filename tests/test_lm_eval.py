@@ -228,6 +228,29 @@ def test_answers(each: dict[str, Any]) -> None:
     assert len(set(found)) > 2
 
 
+@pytest.mark.parametrize(
+    "each",
+    [
+        settings(num_beams=3, until=["a"]),
+        settings(num_beams=2, until=["t", "e", "on", "  "], length_penalty=2.0),
+        settings(num_beams=4, until=["u", "o"], early_stopping=True),
+    ],
+    ids=str,
+)
+def test_a_string_in_the_best_beam_ends_the_search(each: dict[str, Any]) -> None:
+    found = both(CONTEXTS, each)
+    assert found != asked(pair()[1], "generate_until", [(context, {**each, "until": []}) for context in CONTEXTS])
+
+
+def test_beams_beside_answers_without() -> None:
+    theirs, ours = pair()
+    some = [settings(num_beams=2, until=["a"]), settings(until=["N", "\n"]), settings(num_beams=3, max_gen_toks=5)]
+    (text,) = asked(ours, "generate_until", [("the dog sat", settings())])
+    some.append(settings(until=[f"t{text[0]}"]))  # begins in the context
+    requests = [(context, dict(each)) for each in some for context in CONTEXTS]
+    assert asked(ours, "generate_until", requests) == asked(theirs, "generate_until", requests)
+
+
 def test_a_length_that_counts_the_context() -> None:
     found = both(["the dog sat", "the dog sat on the mat"], settings(max_length=14))
     assert len(found[0]) > len(found[1])

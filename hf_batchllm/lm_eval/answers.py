@@ -34,6 +34,7 @@ class AnswerSettings:
     until: list[str]  # these strings
     strings: list[str]  # those of them that the engine has to look for
     ends: frozenset[int]  # tokens that end an answer, besides the strings
+    searches: bool  # with beams: in ``hf``, a string in the best one ends the whole search
     room: int  # tokens left for a context
 
     @classmethod
@@ -65,7 +66,8 @@ class AnswerSettings:
         eos_ids = config.eos_token_id if config.eos_token_id is not None else inner.generation_config.eos_token_id
         ends = frozenset([] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else eos_ids)
         strings = [each for each in until if each and (each != eos or lm.eot_token_id not in ends)]
-        return cls(config, until, strings, ends, room)
+        searches = (config.num_beams or inner.generation_config.num_beams or 1) > 1
+        return cls(config, until, strings, ends, searches, room)
 
 
 @dataclass(frozen=True)
@@ -137,26 +139,29 @@ def run_requests(
     """The place of each request and the tokens of its answer, as they finish.
 
     The engine finds strings fast, and finds those that begin in the prompt, too. An answer that such a string ended is
-    computed once more, with the harness's own criteria, which are called for each token.
+    computed once more, with the harness's own criteria, which are called for each token. Beams need them, too.
     """
     options = {"adapter": adapter, "progress": progress}
+    beams = [place for place, each in enumerate(requests) if each.settings.searches]
+    plain = [place for place, each in enumerate(requests) if not each.settings.searches]
     again: list[int] = []
-    configs = [_config_with_strings(each.settings) for each in requests]
-    for each in generator.stream([each.ids for each in requests], configs, **options):
-        if each.finish_reason == "stop" and requests[each.index].ended_by_its_context(each.token_ids):
-            again.append(each.index)
-        else:
-            yield each.index, each.token_ids
-    if not again:
-        return
-    some = [requests[place] for place in again]
+    if plain:
+        configs = [_config_with_strings(requests[place].settings) for place in plain]
+        for each in generator.stream([requests[place].ids for place in plain], configs, **options):
+            place = plain[each.index]
+            if each.finish_reason == "stop" and requests[place].ended_by_its_context(each.token_ids):
+                again.append(place)
+            else:
+                yield place, each.token_ids
+    for places in filter(None, (again, beams)):  # beams do not go into a call with answers without
+        some = [requests[place] for place in places]
 
-    def criteria(index: int, prompt_token_ids: list[int]) -> list[Any]:
-        return list(some[index].criteria(len(prompt_token_ids)))
+        def criteria(index: int, prompt_token_ids: list[int], some: list[AnswerRequest] = some) -> list[Any]:
+            return list(some[index].criteria(len(prompt_token_ids)))
 
-    configs = [each.settings.config for each in some]
-    for each in generator.stream([each.ids for each in some], configs, stopping_criteria=criteria, **options):
-        yield again[each.index], each.token_ids
+        configs = [each.settings.config for each in some]
+        for each in generator.stream([each.ids for each in some], configs, stopping_criteria=criteria, **options):
+            yield places[each.index], each.token_ids
 
 
 def _config_with_strings(settings: AnswerSettings) -> GenerationConfig:

@@ -41,8 +41,7 @@ class BatchLM(HFLM):
     BatchConfig as ``batch_config``. A ``backend`` that names a kind of model is the harness's, any other BatchConfig's.
     ``adapter`` is the name of one of the PEFT adapters of a model object, or None for the model without any.
 
-    Log-probabilities are computed in float32, as ``hf`` does with ``softmax_dtype=float32``. With ``num_beams``, a
-    stop string ends the beam that holds it; in ``hf`` it ends the search.
+    Log-probabilities are computed in float32, as ``hf`` does with ``softmax_dtype=float32``.
     """
 
     def __init__(self, pretrained: str | PreTrainedModel, **given: Any) -> None:
