@@ -20,6 +20,10 @@ _OWN_GENERATE = "leave it out, or call the model's own `generate`"
 _MOVED = f"which transformers has moved to a repository of its own, run by `custom_generate`: {_OWN_GENERATE}"
 _FACTORY = "`factory(index, prompt_token_ids)`, called once for each sequence"
 _BATCH_RESULT = "goes with tensors (`input_ids=`): a list of prompts gives a BatchResult"
+_TENSORS_OF_STEPS = (
+    "With `return_dict_in_generate=True`, as in `generate`; without that nothing comes back. In the steps after a row's "
+    "end they are 0, where `generate` has what the model makes of padding."
+)
 _WITH_LOGPROBS = "goes with tensors (`input_ids=`): with a list of prompts pass `logprobs=k`"
 _NO_LOGPROBS = (
     "goes with a list of prompts: with tensors pass `return_dict_in_generate=True` and `output_scores=True` or "
@@ -272,7 +276,7 @@ TABLE: dict[str, OptionRow] = {
         _honoured(
             "output_scores",
             Where.STEP,
-            "With `return_dict_in_generate=True`, as in `generate`; without that nothing comes back.",
+            _TENSORS_OF_STEPS,
             goes_with=PromptForm.TENSORS,
             instead=_WITH_LOGPROBS,
             takes=Takes.FLAG,
@@ -280,7 +284,7 @@ TABLE: dict[str, OptionRow] = {
         _honoured(
             "output_logits",
             Where.STEP,
-            "With `return_dict_in_generate=True`, as in `generate`; without that nothing comes back.",
+            _TENSORS_OF_STEPS,
             goes_with=PromptForm.TENSORS,
             instead=_WITH_LOGPROBS,
             takes=Takes.FLAG,
