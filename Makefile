@@ -169,6 +169,7 @@ $(VENV)/.installed-demo $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt
 $(INSTALLED_NEWEST): constraints-newest.txt
 $(VENV)/.installed-demo: EXTRAS := demo
+$(INSTALLED) $(INSTALLED_OLDEST) $(INSTALLED_NEWEST): EXTRAS := $(EVERYTHING)
 $(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST) $(INSTALLED_NEWEST): pyproject.toml setup.py
 	@$(check_python)
 	@# Without the link the next try creates what this one could not, say for want of Debian's python3-venv.
