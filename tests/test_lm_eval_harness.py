@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,28 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from support_families import REFUSED
-from support_lm_eval import NAMES, PAIRS, ROOT, asked, assert_close, eval_model, eval_tokenizer, pair, task_manager
+from support_lm_eval import (
+    EOS,
+    EXAMPLES,
+    NAMES,
+    PAD,
+    PAIRS,
+    ROOT,
+    asked,
+    assert_close,
+    eval_model,
+    eval_tokenizer,
+    pair,
+    task_manager,
+)
 from support_lm_eval import _quick as _quick  # fixtures, as are the next two
 from support_lm_eval import calls as calls
 from support_lm_eval import saved as saved
 from transformers.utils import logging as transformers_logging
 
-from hf_batchllm import BatchConfig, ConfigError, OptionValueError, UnsupportedModelError
+from hf_batchllm import BatchConfig, ConfigError, OptionValueError, UnsupportedModelError, accelerated
 from hf_batchllm.bench.harness import main as bench
 from hf_batchllm.lm_eval.model import BatchLM
 from hf_batchllm.lm_eval.registration import NAME
@@ -205,6 +221,49 @@ def test_the_bench_runs(saved: Path, capsys: Any) -> None:
             assert apart < 1e-4
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+# -- its own model, in batches -----------------------------------------------------------------------------------
+
+CONTEXTS = ["the dog sat", "One, two,", f"{EXAMPLES}Köln", "<bos>Bees", "東", "the cat\n", "wet, and", "mat"]
+
+
+@pytest.mark.parametrize("until", [["a"], ["\n"], ["t", "e", "on", "  "], ["u", "o"], []], ids=str)
+def test_hf_with_batches_runs_on_the_engine(until: list[str], calls: list[str]) -> None:
+    lm = HFLM(pretrained=eval_model(), tokenizer=eval_tokenizer(), batch_size=4)
+    requests = [(context, {"until": until, "max_gen_toks": 14, "do_sample": False}) for context in CONTEXTS]
+    expected = asked(lm, "generate_until", requests)
+    assert not calls
+    with warnings.catch_warnings(), accelerated(lm.model):
+        warnings.simplefilter("error")
+        assert asked(lm, "generate_until", requests) == expected
+        assert lm.model.last_report is not None
+    assert calls == ["generate"] * 2
+
+
+@pytest.mark.parametrize(
+    ("until", "ends"),
+    [(["a"], EOS), (["i", "N"], EOS), (["a"], [EOS, *range(200, 240)])],
+    ids=["a", "i or N", "a, and many ends"],
+)
+def test_a_batch_ends_where_the_harness_ends_it(until: list[str], ends: Any) -> None:
+    """Token by token: once a string was found in all rows. Those that have ended go on with padding ("<pad>")."""
+    model, tokenizer = eval_model(), eval_tokenizer()
+    lengths = set()
+    for first, second in itertools.pairwise([*CONTEXTS, *reversed(CONTEXTS)]):
+        inputs = tokenizer([first, second], return_tensors="pt", padding=True, padding_side="left")
+        width = inputs.input_ids.shape[1]
+        given = {**inputs, "max_length": width + 25, "do_sample": False, "eos_token_id": ends, "pad_token_id": PAD}
+        criteria = functools.partial(stop_sequences_criteria, tokenizer, until, width, 2)
+        expected = model.generate(**given, stopping_criteria=criteria())
+        with warnings.catch_warnings(), accelerated(model):
+            warnings.simplefilter("error")
+            found = model.generate(**given, stopping_criteria=criteria())
+        assert torch.equal(found, expected)
+        lengths.add(found.shape[1] - width)
+    assert len(lengths) > 2
+    with pytest.warns(UserWarning, match="`stopping_criteria` has a MultiTokenEOSCriteria"), accelerated(model):
+        model.generate(**given, num_beams=2, stopping_criteria=criteria())  # the harness looks at some beams only
 
 
 # -- how the harness knows it ----------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Generator
 from contextlib import AbstractContextManager, _GeneratorContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import GenerationMixin
 
@@ -116,10 +119,71 @@ def _block(
         stand_in.leave()
 
 
+class _EndTogether:
+    """The evaluation harness's stop strings for a batch: its rows end together, once all of them have held a string.
+
+    Copies of the harness's criteria look at each row by itself. A row goes on until the others have held the string,
+    too, and may be longer by then: ``cut`` takes away what ``generate`` would not have computed.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.rows is not None
+        rules = job.rules[0]
+        rows, self._width = job.rows.shape
+        self._criteria, self._stop_tokens, self._padding = rules.others, rules.stop_tokens, job.options[0].pad_token_id
+        self._found = [
+            [0] * rows for _ in self._criteria
+        ]  # new tokens of a row when it first held the string; 0: never
+        self._length: int | None = None  # new tokens of all rows in the end
+        self.job = replace(job, rules=[replace(rules, others=(), factory=self._of_row)] * len(job.rules))
+
+    @staticmethod
+    def serves(job: Job) -> bool:
+        assert job.rows is not None
+        (rows, width), given = job.rows.shape, job.rules[0].others
+        return (
+            bool(given)
+            and not job.options[0].config.return_dict_in_generate
+            and all(type(each).__name__ == "MultiTokenEOSCriteria" for each in given)
+            and all(type(each).__module__.startswith("lm_eval.") for each in given)
+            and all(
+                each.done_tracker == [False] * rows and each.initial_decoder_input_length == width for each in given
+            )
+        )
+
+    def cut(self, sequences: torch.Tensor) -> torch.Tensor:
+        return sequences if self._length is None else sequences[:, : self._width + self._length]
+
+    def _of_row(self, index: int, prompt_token_ids: list[int]) -> list[Any]:
+        own = [copy.copy(each) for each in self._criteria]
+        for each in own:
+            each.done_tracker = [False]
+
+        def look(ids: torch.Tensor, scores: Any) -> None:
+            for each, found in zip(own, self._found, strict=True):
+                if not found[index] and each(ids, scores):
+                    found[index] = ids.shape[1] - self._width
+                    self._length = min((max(lengths) for lengths in self._found if all(lengths)), default=None)
+
+        def ends(ids: torch.Tensor, scores: Any) -> bool:
+            made = ids.shape[1] - self._width
+            look(ids, scores)
+            if int(ids[0, -1]) in self._stop_tokens:  # `generate` goes on with padding, at which the harness looks, too
+                for _ in range(max(each.sequence_id_len for each in own)):
+                    ids = nn.functional.pad(ids, (0, 1), value=self._padding)
+                    look(ids, scores)
+            return self._length is not None and made >= self._length
+
+        return [ends]
+
+
 class _ChecksAsGenerate(JobChecks):
     """Refuses calls whose results would differ from a batch of ``generate``, which runs all rows in step."""
 
+    together: _EndTogether | None = None  # the latest call's
+
     def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
+        self.together = None
         job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
         if job.rows is None:  # of generate_batch, which runs each request by itself
             return job
@@ -128,7 +192,11 @@ class _ChecksAsGenerate(JobChecks):
         # The beams of a prompt are passed together here, too.
         searching = bool(job.options) and job.options[0].num_beams > 1
         if (len(job.options) if searching else sum(options.num_return_sequences for options in job.options)) > 1:
-            refuse_what_sees_all_rows(job.options[0].arguments, _CALLED_WITH_ALL_ROWS)
+            arguments = job.options[0].arguments
+            if not searching and _EndTogether.serves(job):
+                self.together = _EndTogether(job)
+                job, arguments = self.together.job, replace(arguments, stopping_criteria=None)
+            refuse_what_sees_all_rows(arguments, _CALLED_WITH_ALL_ROWS)
             rules = job.rules[0]
             if rules.looks_back and not rules.stop_tokens and not searching:
                 ending = "stop_strings" if rules.strings else "stopping_criteria"
@@ -154,10 +222,17 @@ class _AsGenerate(BatchGenerator):
     _logprobs_of_scores = True  # as generate_batch has them
     _at_hand = False
 
+    def as_generate(self, named: dict[str, Any]) -> Any:
+        result = self.generate(progress=False, **named)
+        checks = self._checks
+        together = checks.together if isinstance(checks, _ChecksAsGenerate) else None
+        return result if together is None else together.cut(result)
+
 
 class _StandIn(MethodStandIn, Fallback):
     """Takes the place of ``model.generate`` within the block; and, beside it, of the methods of its batches."""
 
+    _generator: _AsGenerate | None
     instead = "the model's own generate runs instead"
     item = "row"
 
@@ -201,13 +276,13 @@ class _StandIn(MethodStandIn, Fallback):
             return self._run_original(self._refusal, original)
         with self._batches.turn():
             self._generator.last_report = None
-            generate, named = self._generator.generate, _named(self.model, args, kwargs)
+            generate, named = self._generator.as_generate, _named(self.model, args, kwargs)
             reason = self._refusal or self._batches.busy or _reason_to_fall_back(named)
             try:
                 refuse_no_cache(named)
                 if reason is not None:
                     return self._run_original(reason, original)
-                return self._attempt(lambda: generate(progress=False, **named), original)
+                return self._attempt(lambda: generate(named), original)
             finally:
                 self._note_report()
 
