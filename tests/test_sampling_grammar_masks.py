@@ -101,6 +101,27 @@ def test_the_end_tokens_are_those_of_the_prompt(ends: list[int]) -> None:
     assert allowed(masks.now([request])) == names
 
 
+def test_an_end_token_comes_only_where_the_answer_is_whole() -> None:
+    """``b`` ends answers, and the grammar has it in its midst, too."""
+    masks, (request,) = masks_of([Grammar("regex", "(a|b)c?d(b|e)")], [EOS, IDS["b"]]), requests_of(1)
+    begin = {"a", "ac", "ad", "bc", "bd", "acd", "adb", "ade", "bcd", "bdb"}
+    assert allowed(masks.now([request])) == begin, "tokens that hold it do not end an answer"
+    request.generated = [IDS["a"], IDS["d"]]
+    assert allowed(masks.now([request])) == {"b", "e"}, "the answer is a whole one with it"
+    request.generated.append(IDS["e"])
+    assert allowed(masks.now([request])) == {"</s>", "b"}
+
+
+def test_an_end_token_that_must_come_in_the_midst_is_named() -> None:
+    masks, requests = masks_of([None, Grammar("regex", "(a|c)ba")], [IDS["b"]]), requests_of(2)
+    requests[1].generated = [IDS["a"]]
+    why = rf"the `regex` of prompt 1 cannot be followed after 1 tokens: only token {IDS['b']} can come next, which ends"
+    with pytest.raises(GrammarError, match=why):
+        masks.now(requests)
+    requests[1].end(FinishReason.TIME)
+    assert allowed(masks.now(requests), 1) == set(), "nothing is drawn for a row that has ended"
+
+
 @pytest.mark.parametrize("vocabulary", [70, 97, 128, 200])
 def test_logits_may_be_of_more_ids_than_the_masks_or_of_fewer(vocabulary: int) -> None:
     masks, (request,) = masks_of([CHOICE]), requests_of(1)

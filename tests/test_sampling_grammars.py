@@ -47,6 +47,7 @@ FORMS: list[tuple[str, Any]] = [
     ("choice", ["abc", "abcde", "fed", "fedab"]),
 ]
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 6)[:6]
+NEWLINE, COMMA = of_bytes()[1]("\n,").input_ids
 OF_BYTES = [list(b"age and name: "), list(b"age and mood: "), list(b"x"), list(b"age and name, too: ")]
 
 
@@ -132,6 +133,44 @@ def test_json_of_bytes_in_a_vocabulary_that_is_wider_than_the_tokenizers() -> No
         check(row, ("schema", PERSON), of_bytes(), {**options, "do_sample": True}, 2)
         answer = json.loads(row.text)
         assert answer.keys() <= {"name", "age", "mood"} and answer["mood"] in ("so", "la")
+
+
+@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize(
+    "more", [{"eos_token_id": [END_OF_BYTES, NEWLINE, COMMA]}, {"stop_token_ids": [NEWLINE, COMMA]}]
+)
+def test_an_end_token_within_a_grammar_does_not_cut_answers_off(more: dict[str, Any], drafts: dict[str, Any]) -> None:
+    """Newlines may stand between the parts of this JSON, and commas between its numbers."""
+    given = model_that_likes(NEWLINE, COMMA)
+    options = {"max_new_tokens": 60, "eos_token_id": END_OF_BYTES, **more, **drafts}
+    numbers = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2}
+    schema = {"type": "object", "properties": {"a": numbers}, "required": ["a"], "additionalProperties": False}
+    schema["x-guidance"] = {"whitespace_pattern": "\\n?"}
+    for sampled in ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 4}):
+        for row in generate(given, OF_BYTES, schema=schema, **options, **sampled):
+            assert row.finish_reason == "stop" and json.loads(row.text.rstrip("\n,"))["a"] in ([1], [2])
+            assert not {NEWLINE, COMMA}.intersection(row.token_ids[:-1])
+    (row,) = generate(given, OF_BYTES[:1], regex="[^\n]{3}\n", **options)
+    assert len(row.text) == 4 and row.text.endswith("\n"), "a grammar may end with an end token of its own"
+
+
+def model_that_likes(*tokens: int) -> Any:
+    model, tokenizer = of_bytes()
+    model = copy.deepcopy(model)
+    head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size).requires_grad_(False)
+    head.weight.copy_(model.lm_head.weight)
+    head.bias.zero_()[list(tokens)] = 3.0
+    model.lm_head = head
+    return model, tokenizer
+
+
+def test_an_end_token_that_must_come_within_a_grammar_is_named(device: str) -> None:
+    given = model_on(device, "llama"), letters()[1]
+    options: dict[str, Any] = {"regex": "(a|c)ba", "eos_token_id": [EOS, 1]}
+    with pytest.raises(NothingToDrawError, match=r"the `regex` of prompt . cannot .* only token 1 can come next"):
+        generate(given, PROMPTS, max_new_tokens=5, **options)
+    rows = generate(given, PROMPTS, max_new_tokens=1, **options)
+    assert {row.finish_reason for row in rows} == {"length"}, "what comes after the last token does not matter"
 
 
 def test_options_that_stand_before_the_grammar_and_behind_it() -> None:

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 _FREE = -1  # the line of a row without a grammar
+_NEEDS_AN_END = "only token {} can come next, which ends an answer (`eos_token_id`), and the answer would not be whole"
 
 
 class GrammarError(NothingToDrawError):
-    """llguidance cannot go on with a sequence: its grammar takes too much work, say."""
+    """A sequence cannot go on in its grammar: it takes llguidance too much work, say, or needs an end token."""
 
     def __init__(self, request: Request, grammar: Grammar, why: str) -> None:
         tokens = len(request.generated)
         whose = f"the `{grammar.option}` of prompt {request.index:,}"
-        super().__init__(f"{whose} cannot be followed after {tokens:,} tokens: llguidance says: {why}")
+        super().__init__(f"{whose} cannot be followed after {tokens:,} tokens: {why}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,11 @@ class _Follower:
     ends: frozenset[int]
     seen: int = 0  # new tokens that the matcher has taken
     ended: bool = False  # by a token that ends it
+
+    def is_whole_with(self, token: int) -> bool:
+        """Whether the answer would be a whole one with this token, which may come next."""
+        tried = self.matcher.deep_copy()
+        return tried.consume_token(token) and tried.is_accepting()
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +180,7 @@ class GrammarMasks:
     def _finished(self, filled: _Unfilled) -> TokenMasks:
         bound, bits, requests = filled.bound, filled.bits, filled.requests
         _check(bound, filled.followers)
-        self._put_ends(bits.numpy().view(np.uint32), filled.followers)
+        self._put_ends(bits.numpy().view(np.uint32), bound, filled.followers)
         line = None
         if len(bound) < len(requests):
             numbers = iter(range(len(bound)))
@@ -241,7 +247,7 @@ class GrammarMasks:
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _put_ends(self, bits: np.ndarray, followers: Sequence[_Follower]) -> None:
+    def _put_ends(self, bits: np.ndarray, requests: Sequence[Request], followers: Sequence[_Follower]) -> None:
         """The end tokens of each prompt in place of the tokenizer's own, in ``bits`` [rows, words] uint32."""
         ended = [row for row, follower in enumerate(followers) if follower.ended]
         bits[ended] = 0
@@ -256,17 +262,23 @@ class GrammarMasks:
                 continue
             where = np.array(rows, dtype=np.int64)
             for token in set(own) - ends:
-                bits[where, token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
-            ending = where[may_end[where]]
+                _clear(bits, where, token)
+            ending, going = where[may_end[where]], where[~may_end[where]]
             for token in ends:
                 if token < self._compiled.vocabulary:
                     bits[ending, token // WORD] |= np.uint32(1 << token % WORD)
+                    # A token of the answer's own may be an end token, too: a comma, say. It would cut the answer off.
+                    cuts = [row for row in going[_has(bits[going], token)] if not followers[row].is_whole_with(token)]
+                    _clear(bits, cuts, token)
+                    for row in cuts:
+                        if not bits[row].any() and not requests[row].done:
+                            raise GrammarError(requests[row], followers[row].grammar, _NEEDS_AN_END.format(token))
 
 
 def _check(requests: Sequence[Request], followers: Sequence[_Follower]) -> None:
     for request, follower in zip(requests, followers, strict=True):
         if follower.matcher.is_error() and not follower.ended:
-            raise GrammarError(request, follower.grammar, error_of(follower.matcher))
+            raise GrammarError(request, follower.grammar, f"llguidance says: {error_of(follower.matcher)}")
 
 
 class _Buffer:
@@ -287,6 +299,10 @@ class _Buffer:
 def _has(bits: np.ndarray, token: int) -> np.ndarray:  # [rows] bool
     has: np.ndarray = (bits[:, token // WORD] >> np.uint32(token % WORD) & np.uint32(1)).astype(bool)
     return has
+
+
+def _clear(bits: np.ndarray, rows: np.ndarray | list[int], token: int) -> None:
+    bits[rows, token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
 
 
 _EXECUTORS: dict[int, LLExecutor] = {}  # by the process: threads do not live on in a fork
