@@ -8,12 +8,14 @@ are merged in the order of their positions.
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from .fixed_lists import FINISHED, PART
 from .work_lists import WorkLists
 
 _LEAST = torch.finfo(torch.float32).min
 KEYS = 128  # of a part on a CPU; parts end at multiples of it
+_NUMBERS = 16  # 64 bytes of float32
 
 
 def attend_parts(
@@ -40,11 +42,11 @@ def _attended(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    pairs, heads = q.shape[:2]
-    _, keys, kv_heads, dim = k.shape
+    (pairs, heads), (keys, kv_heads), dim = q.shape[:2], k.shape[1:3], v.shape[3]
     exact = torch.promote_types(q.dtype, torch.float32)
-    queries = q.to(exact).reshape(pairs, kv_heads, heads // kv_heads, dim)
-    k, v = k.to(exact).expand(pairs, -1, -1, -1), v.to(exact).expand(pairs, -1, -1, -1)
+    q, k, v = (_evenly_apart(each.to(exact)) for each in (q, k, v))
+    queries = q.reshape(pairs, kv_heads, heads // kv_heads, q.shape[2])
+    k, v = k.expand(pairs, -1, -1, -1), v.expand(pairs, -1, -1, -1)
     # Head by head, so that nothing is copied. The layout of a product's operands does not depend on how many there are.
     scores = queries.new_empty(kv_heads, pairs, heads // kv_heads, keys)
     for head in range(kv_heads):
@@ -59,10 +61,16 @@ def _attended(
     for head in range(kv_heads):
         torch.bmm(weights[head], v[:, :, head], out=made[head])
     return (
-        made.transpose(0, 1).reshape(pairs, heads, -1),
+        made[..., :dim].transpose(0, 1).reshape(pairs, heads, dim),
         weights.sum(-1).transpose(0, 1).reshape(pairs, heads),
         peak[..., 0].transpose(0, 1).reshape(pairs, heads),
     )
+
+
+def _evenly_apart(x: torch.Tensor) -> torch.Tensor:
+    """Zeros behind the numbers of a head, to whole 64 bytes: how a product adds up may depend on where a row begins."""
+    lacking = -x.shape[-1] % _NUMBERS
+    return pad(x, (0, lacking)) if lacking else x
 
 
 class Merged:

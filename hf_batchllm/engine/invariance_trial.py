@@ -2,9 +2,9 @@
 
 In which order numbers are added up is a matter of libraries and cards. So a made-up sequence is run alone, beside
 others and its own copies, and its last tokens once more by themselves, in steps of several sizes. All must give the
-same logits, and put the same K and V into the cache. The first call with a model does so: it takes as long as a few
-steps, and on a GPU the first of a process also times products. On a CPU the first call with many tokens tries wide
-passes as well.
+same logits, and put the same K and V into the cache. On a CPU each token must do so at each place of a pass. The first
+call with a model does all this: it takes as long as a few steps, and on a GPU the first of a process also times
+products. On a CPU the first call with many tokens tries wide passes as well.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ class _Steps:
     beside: tuple[int, ...]  # sequences of a step
     last: tuple[int, ...]  # of its tokens, computed once more together
     single: tuple[int, ...]  # copies of its last token
+    places: int = 0  # of a pass, at each of which each token is computed
 
 
 _OTHERS_TOKENS = 8
 _MOST_COPIES = 3  # of the sequence, in a step
 # A CPU has passes of the same size anyway. On a GPU the sequence has keys for more than one part of attention.
-_ON_CPU = _Steps(8, (5,), (), (1, 37))
+_ON_CPU = _Steps(9, (5,), (), (1,), ROWS)
 _ON_GPU = _Steps(300, (3, 9, 40, 130, 520), (2, 7, 70), (1, 2, 3, 5, 8, 16, 17, 32, 64, 100, 128, 200, 256, 384, 512))
 
-_WIDE_FROM = 8 * WIDE_ROWS  # tokens of a call: the trial of wide passes runs over twice as many rows as one has
+# In wide passes: an odd number of tokens, so that last ones come to each place, and at most 32 of them to a pass.
+_WIDE_TOKENS, _WIDE_COPIES = 5, 8
+_WIDE_FROM = 8 * WIDE_ROWS  # tokens of a call: the trial of wide passes runs over six times as many rows as one has
 
 _tried: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 _wide: WeakKeyDictionary[nn.Module, dict[object, WideProducts | None]] = WeakKeyDictionary()
@@ -65,12 +68,15 @@ def refuse_by_trial(use: ModelInUse, config: BatchConfig) -> None:
     if key in done:
         return
     steps = _ON_CPU if device.type == "cpu" else _ON_GPU
-    pages = [-(-tokens // config.page_size) for tokens in (steps.tokens, _OTHERS_TOKENS)]
-    storage = KVStorage(sum(pages), config.page_size)
+    ours, theirs = (-(-tokens // config.page_size) for tokens in (steps.tokens, _OTHERS_TOKENS))
+    copies = max(1, steps.places // 2)  # of the sequence, with pages of their own
+    pages = [range(copy * ours, (copy + 1) * ours) for copy in range(copies)]
+    their_pages = range(copies * ours, copies * ours + theirs)
+    storage = KVStorage(their_pages.stop, config.page_size)
     try:
         runner = use.run_over(storage)
         with runner.surroundings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            why = _first_difference(runner, storage, steps, range(pages[0]), range(pages[0], sum(pages)))
+            why = _first_difference(runner, storage, steps, pages, their_pages)
     finally:
         storage.release()
         use.drop_runner()
@@ -117,16 +123,18 @@ def _wide_products(use: ModelInUse, page_size: int) -> WideProducts | None:
     finally:
         threads.restore()
     wide = WideProducts(ROWS, WIDE_ROWS, kinds)
-    return wide if all(map(torch.equal, _of_a_wide_step(use, page_size, wide), narrow)) else None
+    logits, *written = _of_a_wide_step(use, page_size, wide, _WIDE_COPIES)
+    same = torch.equal(logits, narrow[0].repeat(_WIDE_COPIES, 1)) and all(map(torch.equal, written, narrow[1:]))
+    return wide if same else None
 
 
-def _of_a_wide_step(use: ModelInUse, page_size: int, wide: WideProducts | None) -> list[torch.Tensor]:
-    """The logits of some rows, and the K and V of each, in a step of as many rows as a wide pass has.
+def _of_a_wide_step(use: ModelInUse, page_size: int, wide: WideProducts | None, copies: int = 1) -> list[torch.Tensor]:
+    """The logits of some sequences, and the K and V of each. With all copies there is one last token at each place.
 
     Nothing where the backend has no passes: a GPU's loop on a CPU.
     """
-    count, pages = WIDE_ROWS // _OTHERS_TOKENS, -(-_OTHERS_TOKENS // page_size)
-    made_up = np.array(MadeUp(base_model(use.model), seed=3).tokens(WIDE_ROWS), dtype=np.int32)
+    count, pages = WIDE_ROWS // _WIDE_COPIES, -(-_WIDE_TOKENS // page_size)
+    made_up = np.array(MadeUp(base_model(use.model), seed=3).tokens(count * _WIDE_TOKENS), dtype=np.int32)
     storage = KVStorage(count * pages, page_size)
     use.wide_products = wide
     try:
@@ -134,12 +142,12 @@ def _of_a_wide_step(use: ModelInUse, page_size: int, wide: WideProducts | None) 
         if not runner.backend.has_passes:
             return []
         builder = BatchBuilder(page_size, short_chunk=runner.backend.short_chunk)
-        sequences = enumerate(made_up.reshape(count, _OTHERS_TOKENS))
+        sequences = [*enumerate(made_up.reshape(count, _WIDE_TOKENS))] * copies
         chunks = [_whole(ids, range(at * pages, (at + 1) * pages)) for at, ids in sequences]
         with runner.surroundings(), torch.random.fork_rng([]):
             logits = runner.step(builder.build(Step(chunks=chunks))).clone()
         written = [each.view(count, pages * page_size, -1) for pair in storage.pairs() for each in pair]
-        return [logits, *(each[:, :_OTHERS_TOKENS].clone() for each in written)]
+        return [logits, *(each[:, :_WIDE_TOKENS].clone() for each in written)]
     finally:
         use.wide_products = None
         storage.release()
@@ -164,11 +172,12 @@ def _key(use: ModelInUse, config: BatchConfig) -> object:
 
 
 def _first_difference(
-    runner: ModelRunner, storage: KVStorage, steps: _Steps, our_pages: range, their_pages: range
+    runner: ModelRunner, storage: KVStorage, steps: _Steps, pages: Sequence[range], their_pages: range
 ) -> str | None:
     """In words that follow "gave other bits"."""
     made_up = MadeUp(base_model(runner.model), seed=2)
     ours, theirs = (np.array(made_up.tokens(tokens), dtype=np.int32) for tokens in (steps.tokens, _OTHERS_TOKENS))
+    our_pages, *_ = pages
     builder = BatchBuilder(storage.page_size, short_chunk=runner.backend.short_chunk)
 
     def logits(chunks: Sequence[Chunk]) -> torch.Tensor:  # [ours, vocabulary]
@@ -203,6 +212,16 @@ def _first_difference(
             return f"in {where}"
         if not all(map(torch.equal, written(), first_written)):
             return f"in the K and V of {where}"
+    if steps.places:
+        # An odd number of tokens: each comes to each place. Two rows of a pass read the same pages, so each by itself.
+        if not bool((logits([_whole(ours, each) for each in pages]) == alone).all()):
+            return f"in a step of {len(pages)} copies"
+        rows = [(pages[row % len(pages)], row % steps.tokens) for row in range(steps.places * steps.tokens)]
+        found = logits([Chunk(_whole(ours[: at + 1], mine).unit, at, at + 1) for mine, at in rows])
+        if not torch.equal(found[steps.tokens - 1], alone):
+            return "in a step of single rows"
+        if not torch.equal(found, found[: steps.tokens].repeat(steps.places, 1)):
+            return "at another place of a step"
     return None
 
 
