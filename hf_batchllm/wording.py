@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -66,6 +66,13 @@ def either(names: Iterable[str]) -> str:
     """``a``, ``a or b``, ``a, b or c``."""
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """``other weights and another config``: what has another digest; empty if nothing does that both tell of."""
+    names = [name for name in one if name in other and one[name] != other[name]]
+    words = [f"other {name}" if name.endswith("s") else f"another {name}" for name in names]
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def in_ranges(numbers: Iterable[int], most: int) -> str:

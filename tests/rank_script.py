@@ -25,7 +25,7 @@ import torch.distributed as dist
 from support_cases import SOME
 from support_families import build, random_prompts
 from support_letter_tokenizers import letter_tokenizer
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, MaxTimeCriteria
 
 from hf_batchllm import BatchGenerator, RankGenerator, run_file
 from hf_batchllm.pool import ranks
@@ -130,11 +130,24 @@ def other_prompts(gen: RankGenerator, one: BatchGenerator) -> Any:
 
 
 def other_weights(gen: RankGenerator, one: BatchGenerator) -> Any:
-    model = copy.deepcopy(gen.model)
-    if RANK:
-        torch.nn.init.ones_(model.lm_head.weight)
-    with RankGenerator(model) as several:
-        return error_of(lambda: several.generate([[1, 2]], max_new_tokens=2))
+    def rows(model: Any) -> None:
+        model.lm_head.weight.data[30:33] *= 2
+
+    def buffer(model: Any) -> None:
+        next(each for name, each in model.named_buffers() if name.endswith("inv_freq")).mul_(1.5)
+
+    def config(model: Any) -> None:
+        rows(model)
+        model.config.rms_norm_eps = 0.01
+
+    found = []
+    for change in (lambda model: torch.nn.init.ones_(model.lm_head.weight), rows, buffer, config):
+        model = copy.deepcopy(gen.model)
+        if RANK:
+            change(model)
+        with RankGenerator(model) as several:
+            found.append(error_of(lambda several=several: several.generate([[1, 2]], max_new_tokens=2)))
+    return found
 
 
 class Fails(LogitsProcessor):
@@ -211,11 +224,18 @@ def other_options(gen: RankGenerator, one: BatchGenerator) -> Any:
     with RankGenerator(gen.model, everywhere=bool(RANK)) as several:
         found.append(error_of(lambda: several.generate([[1, 2]], max_new_tokens=2)))
     assert ask(sequence_bias={(5,): 3.0}) == "nothing"
-    assert ask(logits_processor=[Slow()]) == "nothing"
+    found += [ask(logits_processor=[Slow(seconds=RANK)]), ask(stopping_criteria=[MaxTimeCriteria(9.0 + RANK)])]
+    stateful = Slow()
+    for _ in range(2):
+        assert ask(logits_processor=[stateful], stopping_criteria=[MaxTimeCriteria(90.0)]) == "nothing"
+        stateful.seen += RANK
     return found
 
 
 class Slow(LogitsProcessor):
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.seen = seconds, 0
+
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
 

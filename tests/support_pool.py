@@ -27,6 +27,8 @@ class Load:
     fails: Mapping[int, BaseException] = field(default_factory=dict)
     fails_at_work: Mapping[int, BaseException] = field(default_factory=dict)  # in its second step
     other_weights: tuple[int, ...] = ()
+    other_rows: tuple[int, ...] = ()  # some of the embeddings'
+    other_frequencies: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
     def __call__(self) -> Any:
@@ -41,6 +43,10 @@ class Load:
         model = copy.deepcopy(build(self.family)).to(self.dtype)
         if number in self.other_weights:
             torch.nn.init.ones_(model.lm_head.weight)
+        if number in self.other_rows:
+            model.get_input_embeddings().weight.data[30:33] *= 2
+        if number in self.other_frequencies:
+            next(each for name, each in model.named_buffers() if name.endswith("inv_freq")).mul_(1.5)
         if number in self.slow:
             seconds = self.slow[number]
             model.register_forward_pre_hook(lambda *given: time.sleep(seconds))

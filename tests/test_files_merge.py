@@ -34,7 +34,7 @@ def test_merged_results_are_those_of_one_run(generator: BatchGenerator, folder: 
     assert (report.parts, report.records, report.before, report.written, report.errors) == (4, COUNT, 0, COUNT, 3)
     assert "may be deleted" in str(report) and "3 of 60 results are errors: see `error`" in str(report)
     merged, one = record_of(folder / "out.jsonl"), record_of(folder / "whole.jsonl")
-    for name in ("settings", "seed", "weights", "input", "results", "version", "shard"):
+    for name in ("settings", "seed", "model", "input", "results", "version", "shard"):
         assert merged[name] == one[name], name
     assert merged["finished"] and merged["figures"].keys() == one["figures"].keys()
     assert merged["figures"]["new_tokens"] == one["figures"]["new_tokens"]
@@ -162,7 +162,7 @@ def test_missing_results(generator: BatchGenerator, folder: Path) -> None:
     [
         ({"settings": {"max_new_tokens": 7}}, "max_new_tokens is 4 in part 1 and 7 in part 3"),
         ({"seed": 7}, r"seed is \d+ in part 1 and 7 in part 3"),
-        ({"weights": "others"}, "part 3 had other weights of the model than part 1"),
+        ({"model": {"weights": "0", "config": "0"}}, "part 3 had other weights and another config than part 1"),
         ({"input": {"digest": "another"}}, "the input of part 3 is not that of part 1"),
         ({"shard": {"records": 50}}, "part 1 is one of 60 records, and part 3 of 50 records"),
         ({"shard": {"split": "another"}}, "part 3 was split off in another way than part 1"),
@@ -354,7 +354,7 @@ def test_other_weights_in_one_part(folder: Path, generator: BatchGenerator) -> N
         with pytest.raises(RunChangedError, match="with other weights"):
             again(other, folder, "2/4")
         again(other, folder, "2/4", restart=True)
-    with pytest.raises(RunChangedError, match="part 2 had other weights of the model than part 1"):
+    with pytest.raises(RunChangedError, match="part 2 had other weights than part 1"):
         merge_shards(folder / "out.jsonl")
 
 

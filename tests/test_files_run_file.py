@@ -22,7 +22,7 @@ from support_cases import up_to
 from support_families import build
 from support_word_tokenizer import word_tokenizer
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_batchllm import BatchGenerator, FileReport, run_file
 from hf_batchllm.errors import FilesError, InputFileError, OutputBusyError, OutputWriteError, RunChangedError
@@ -318,15 +318,89 @@ def test_what_differs_from_the_earlier_part_is_named(tmp_path: Path, generator: 
     assert len(results(tmp_path / "out.jsonl.bak-1")) == 45
 
 
+def in_the_midst(name: str) -> Callable[[Any, Any], None]:
+    def change(model: Any, tokenizer: Any) -> None:
+        tensor = model.get_submodule(name).weight
+        with torch.no_grad():
+            tensor.view(-1)[len(tensor.view(-1)) // 3] += 1
+
+    return change
+
+
+def other_frequencies(model: Any, tokenizer: Any) -> None:
+    next(each for name, each in model.named_buffers() if name.endswith("inv_freq")).mul_(1.5)
+
+
+def another_post_processor(model: Any, tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.post_processor = word_tokenizer(97, bos=True).backend_tokenizer.post_processor
+
+
+CHANGES: list[tuple[Callable[[Any, Any], object], str]] = [
+    (in_the_midst("lm_head"), "begun with other weights. To"),
+    (in_the_midst("model.embed_tokens"), "begun with other weights. To"),
+    (in_the_midst("model.layers.1.mlp.down_proj"), "begun with other weights. To"),
+    (other_frequencies, "begun with other buffers. To"),
+    (lambda model, _: setattr(model.config, "rms_norm_eps", 0.01), "begun with another config. To"),
+    (
+        lambda model, _: setattr(model.generation_config, "forced_eos_token_id", 7),
+        "generation_config.forced_eos_token_id was not set and is 7",
+    ),
+    (another_post_processor, "begun with another tokenizer. To"),
+    (
+        lambda _, tokenizer: setattr(tokenizer, "chat_template", "{{ messages[0].content }}"),
+        "begun with another chat template. To",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), CHANGES)
+def test_a_run_goes_on_with_the_same_model_alone(
+    tmp_path: Path, change: Callable[[Any, Any], object], why: str
+) -> None:
+    model, tokenizer = copy.deepcopy(build(FAMILY)), word_tokenizer(97, template=True)
+    source, target = written(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
+    with BatchGenerator(model, tokenizer) as generator:
+        run_file(generator, source, target, limit=5, **SETTINGS)
+        assert run_file(generator, source, target, limit=10, **SETTINGS).written == 5
+    change(model, tokenizer)
+    with BatchGenerator(model, tokenizer) as generator, pytest.raises(RunChangedError, match=why):
+        run_file(generator, source, target, **SETTINGS)
+    assert len(results(target)) == 10
+
+
+def test_a_run_goes_on_with_the_model_loaded_again(tmp_path: Path) -> None:
+    model, tokenizer = copy.deepcopy(build(FAMILY)), word_tokenizer(97, template=True)
+    source, target = written(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
+    for given in (model, tokenizer):
+        given.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
+    model.config._name_or_path = loaded[0].config._name_or_path
+    tokenizer.backend_tokenizer.enable_padding()  # as a call of the owner's leaves it
+    tokenizer.backend_tokenizer.enable_truncation(500)
+    with BatchGenerator(model, tokenizer) as generator:
+        run_file(generator, source, target, limit=5, **SETTINGS)
+    with BatchGenerator(*loaded) as generator:
+        assert run_file(generator, source, target, **SETTINGS).written == 15
+
+
+def test_a_run_that_an_older_version_began(tmp_path: Path, generator: BatchGenerator) -> None:
+    source, target = written(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
+    run_file(generator, source, target, limit=5, **SETTINGS)
+    record = tmp_path / "out.jsonl.run.json"
+    said = json.loads(record.read_bytes())
+    del said["model"]
+    record.write_text(json.dumps({**said, "weights": "0123456789abcdef"}))
+    with pytest.warns(UserWarning, match="kept no digest of the model"):
+        assert run_file(generator, source, target, **SETTINGS).written == 15
+
+
 def test_errors_can_be_tried_again(tmp_path: Path, generator: BatchGenerator) -> None:
     lines: list[dict[str, Any]] = [{"prompt": "w5 w6"}, {"messages": [{"role": "alien", "content": "w7"}]}]
     source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     assert run_file(generator, source, target, **SETTINGS).errors == 1
     assert "no aliens" in results(target)[1]["error"]
-    patient = word_tokenizer(97, template=True)
-    patient.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with BatchGenerator(build(FAMILY), patient) as other:
-        report = run_file(other, source, target, retry_errors=True, **SETTINGS)
+    lines[1]["messages"][0]["role"] = "user"
+    report = run_file(generator, written(source, lines), target, retry_errors=True, **SETTINGS)
     assert (report.before, report.written, report.errors) == (1, 1, 0)
     assert "text" in results(target)[1]
 

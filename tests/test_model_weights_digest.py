@@ -1,13 +1,19 @@
-"""The digest of weights: any value that changes shows, and so do values that change places."""
+"""Digests of weights and of models: any value that changes shows, and so do values that change places."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from support_families import build
 
+from hf_batchllm import BatchGenerator
+from hf_batchllm.model.fingerprint import fingerprint
 from hf_batchllm.model.weights_digest import Digest
+from hf_batchllm.wording import differing
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool]
 
@@ -102,3 +108,47 @@ def test_sparse_weights_and_weights_of_inference_mode() -> None:
 def test_a_transposed_view_of_the_same_memory_shows() -> None:
     tensor = torch.randn(64, 64)
     assert Digest([tensor]) != Digest([tensor.t()])
+
+
+# -- models ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_use_has_its_fingerprint() -> None:
+    model = copy.deepcopy(build("llama"))
+    before = fingerprint(model)
+    with BatchGenerator(model) as generator:
+        generator.generate([[5, 6, 7], [8, 9]], max_new_tokens=3)
+        assert fingerprint(model) == before  # weights may be merged now
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.T.contiguous().T  # the same values lie otherwise in memory
+    assert fingerprint(model) == before
+    assert fingerprint(model.to(torch.bfloat16)) != before
+
+
+def test_a_rope_that_depends_on_the_length_leaves_the_fingerprint() -> None:
+    config = copy.deepcopy(build("llama").config)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config.max_position_embeddings = 16
+    model = type(build("llama"))(config).eval()
+    before = fingerprint(model)
+    model(torch.arange(40)[None])
+    assert fingerprint(model) == before
+    model.config.rope_parameters["factor"] = 2.0
+    assert differing(before, fingerprint(model)) == "another config"
+
+
+@pytest.mark.parametrize("kind", ["lora", "saved", "transformers"])
+def test_adapters_are_told_apart_from_weights(kind: str) -> None:
+    pytest.importorskip("peft")
+    from support_adapters import build as build_adapted
+
+    model: Any = copy.deepcopy(build_adapted(kind))
+    before = fingerprint(model)
+    with torch.no_grad():
+        next(each for name, each in model.named_parameters() if "lora_B" in name)[1] += 1
+    assert differing(before, fingerprint(model)) == "other adapters"
+    if kind == "lora":
+        assert differing(before, fingerprint(copy.deepcopy(model).unload())) == "other adapters"
+    with torch.no_grad():
+        next(each for name, each in model.named_parameters() if "embed_tokens" in name)[1] += 1
+    assert differing(before, fingerprint(model)) == "other weights and other adapters"

@@ -212,11 +212,13 @@ def test_prompts_that_do_not_fit() -> None:
         assert len(pool.generate(prompts[:1], max_new_tokens=2, progress=False)) == 1
 
 
-def test_models_that_differ_are_found() -> None:
+@pytest.mark.parametrize("what", ["weights", "rows", "frequencies"])
+def test_models_that_differ_are_found(what: str) -> None:
     """Where the pool is made, if both have loaded by then, else where it is waited for."""
+    named = "other buffers" if what == "frequencies" else "other weights"
     with (
-        pytest.raises(PoolError, match="other weights"),
-        GeneratorPool(Load(other_weights=(1,)), gpus=["cpu"] * 2) as pool,
+        pytest.raises(PoolError, match=f"has loaded {named} than another"),
+        GeneratorPool(Load(**{f"other_{what}": (1,)}), gpus=["cpu"] * 2) as pool,
     ):
         ready(pool)
 

@@ -73,13 +73,15 @@ def test_ranks_that_do_not_agree(two: list[dict[str, Any]]) -> None:
         prompts, length, seed, refused = each["other_prompts"]
         assert all("rank 1 was asked for something else than rank 0" in said for said in (prompts, length, seed))
         assert "max_new_tokens" in refused
-        assert "rank 1 has other weights than rank 0" in each["other_weights"]
+        differ = ["other weights", "other weights", "other buffers", "other weights and another config"]
+        for said, other in zip(each["other_weights"], differ, strict=True):
+            assert f"rank 1 has {other} than rank 0" in said
     assert two[0]["other_prompts"][3].startswith("PoolError: rank 1 has refused this call")
 
 
 def test_ranks_with_other_options(two: list[dict[str, Any]]) -> None:
     for each in two:
-        assert len(each["other_options"]) == 6
+        assert len(each["other_options"]) == 8
         assert all("rank 1 was asked for something else" in said for said in each["other_options"])
 
 

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import threading
@@ -187,6 +188,22 @@ def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert dispatch([*given[:2], str(tmp_path / "none.jsonl"), *given[2:], *more]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_file_goes_on_with_the_same_parts_alone(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, folder = tmp_path / "in.jsonl", tmp_path / "model"
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    shutil.copytree(saved, folder)
+    given = ["run", str(source), str(tmp_path / "out.jsonl"), "--model", str(folder), "--max-new-tokens", "2"]
+    given += ["--gpus", "cpu,cpu", "--tp", "2"]
+    assert dispatch([*given, "--limit", "5"]) == 0, capsys.readouterr().err
+    model = copy.deepcopy(whole())
+    model.lm_head.weight.data[-9:] *= 2  # which the second process has
+    model.save_pretrained(folder)
+    assert dispatch(given) != 0
+    assert "was begun with other weights" in capsys.readouterr().err
 
 
 def test_what_is_asked_for_is_answered_once() -> None:

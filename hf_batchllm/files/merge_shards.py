@@ -68,8 +68,8 @@ def merge(
             report.errors = int(record.figures.get("errors") or 0)
             if not parts.missing and parts.is_error.sum() < report.errors:
                 raise FilesError(_old_errors(target, report.errors - int(parts.is_error.sum())))
-        if record.weights is not None:
-            output.confirm_weights(record.weights)
+        if record.model:
+            output.confirm_model(record.model)
         for lines in parts.pieces(wanted) if len(missing) else ():
             output.append(lines)
             report.written += len(lines)

@@ -20,7 +20,7 @@ from ..inputs.config_names import with_known_names
 from ..inputs.images.image_reader import ImageReader
 from ..inputs.long_prompts import context_of
 from ..inputs.prompts import check_prompts
-from ..model.weights_fingerprint import fingerprint
+from ..model.fingerprint import fingerprint
 from ..pool.generator_pool import GeneratorPool
 from ..results.generations import Generation
 from ..results.run_report import RunReport
@@ -38,7 +38,6 @@ class ModelFacts:
     name: str
     dtype: str
     context: int | None  # tokens that it was made for
-    fingerprint: str
     state: dict[str, Any]
 
 
@@ -55,6 +54,12 @@ class RecordEngine:
     def facts(self) -> ModelFacts:
         facts: ModelFacts = self.ask(_facts)
         return facts
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Of the model and its tokenizer."""
+        found: dict[str, str] = self.ask(_fingerprint)
+        return found
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -117,12 +122,16 @@ def _facts(generator: BatchGenerator) -> ModelFacts:
         name=getattr(inner.config, "_name_or_path", "") or type(inner).__name__,
         dtype=str(inner.dtype).removeprefix("torch."),
         context=context_of(inner.config),
-        fingerprint=fingerprint(generator.model),
         state={
             "generation_config": {name: value for name, value in config.items() if name in NAMES and value is not None},
             "active_adapters": sorted(active_adapters(generator.model)) or None,
         },
     )
+
+
+def _fingerprint(generator: BatchGenerator) -> dict[str, str]:
+    loaded: dict[str, str] | None = getattr(generator, "loaded", None)  # of a pool's worker
+    return loaded or fingerprint(generator.model, generator._tokenizer.found())
 
 
 def _tokenizer(generator: BatchGenerator) -> Any:

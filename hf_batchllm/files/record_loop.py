@@ -85,7 +85,7 @@ def run_records(
                 loading = time.perf_counter() - loads
                 report.loading_seconds = loading_seconds + loading
                 opened.callback(engine.close)
-            output.confirm_weights(engine.facts.fingerprint)
+            output.confirm_model(engine.fingerprint)
             writer = ResultWriter(
                 reader.dialect,
                 tokens=TokenTexts(engine.tokenizer),

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from transformers import LogitsProcessor, StoppingCriteria
 
 from .options import Options
 
+# Of processors and criteria: they may count what they have seen, which is not the same in each process.
+_as_first_seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
 
 def plain(value: Any) -> Any:
-    """As what has the same repr in each process. Objects of the user's, such as processors, count by their classes."""
+    """As what has the same repr in each process. Objects count by their classes, processors by what they hold, too."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
@@ -28,6 +33,12 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [type(value).__name__, plain(vars(value))]
+    if isinstance(value, LogitsProcessor | StoppingCriteria) and type(value).__hash__ is not None:
+        if value not in _as_first_seen:
+            _as_first_seen[value] = type(value).__name__  # it may hold itself
+            held = {name: each for name, each in vars(value).items() if name != "initial_timestamp"}
+            _as_first_seen[value] = [type(value).__name__, plain(held)]
+        return _as_first_seen[value]
     return type(value).__name__
 
 

@@ -15,7 +15,6 @@ from ..kernel_check.trust import is_known_good
 from ..patches.sharded_modules import local
 
 _ROW = 1024  # words that are multiplied with a weight each, and added up
-_LANES = 1 << 20  # 4-byte numbers that are worked on at a time where a copy is needed
 
 
 class Digest:
@@ -23,18 +22,15 @@ class Digest:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         numbers: dict[torch.device, list[torch.Tensor]] = {}
-        by_kernel: dict[torch.device, bool] = {}
+        by_kernel = cache(has_kernel)
         self._kinds: list[object] = []
         with torch.no_grad():
             for tensor in tensors:
-                for part in _parts(tensor):
+                for part in parts_of(tensor):
                     self._kinds.append((part.shape, part.stride(), part.dtype, part.device))
                     if not part.numel():
                         continue
-                    device = part.device
-                    if device not in by_kernel:
-                        by_kernel[device] = device.type == "cuda" and is_known_good("layers", device)
-                    numbers.setdefault(device, []).append(_number_of(part, by_kernel[device]))
+                    numbers.setdefault(part.device, []).append(_number_in_this_process(part, by_kernel(part.device)))
             self._numbers = [torch.stack(each) for each in numbers.values()]
 
     def __eq__(self, other: object) -> bool:
@@ -45,14 +41,14 @@ class Digest:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: itself, mostly."""
     tensor = local(tensor)
     if tensor.is_meta:
         return []
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
+        return [part for name in flatten()[0] for part in parts_of(getattr(tensor, name))]
     if tensor.layout == torch.strided:
         parts = [tensor.detach().as_subclass(torch.Tensor)]
     elif tensor.layout == torch.sparse_coo:
@@ -63,20 +59,29 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return parts + [each for each in vars(quantized).values() if isinstance(each, torch.Tensor)] if quantized else parts
 
 
-def _number_of(tensor: torch.Tensor, by_kernel: bool) -> torch.Tensor:  # int64, a single one
-    flat = _flat(tensor)
+def has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and is_known_good("layers", device)
+
+
+def number_of(tensor: torch.Tensor, by_kernel: bool) -> torch.Tensor:  # int64, a single one
+    """The same in every process and on every device, with a kernel and without."""
     if by_kernel:
         from ..kernels.digest_triton import digest
+    else:
+        from ..kernels.digest_torch import digest
+    return digest(_flat(tensor))
 
-        return digest(flat)
+
+def _number_in_this_process(tensor: torch.Tensor, by_kernel: bool) -> torch.Tensor:  # int64, a single one
+    """On a CPU a number that is found faster, and depends on how PyTorch adds up there."""
+    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.bfloat16):
+        return number_of(tensor, by_kernel)
+    flat = _flat(tensor)
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    rest = flat[8 * len(words) :].to(torch.int64)
     rows = len(words) // _ROW
-    summed = [words[rows * _ROW :], rest]
-    if rows and tensor.device.type == "cpu":
-        summed.append(_rows_on_cpu(words[: rows * _ROW].view(rows, _ROW), tensor.dtype))
-    elif rows:
-        summed.append(_rows_anywhere(words[: rows * _ROW].view(rows, _ROW)))
+    summed = [words[rows * _ROW :], flat[8 * len(words) :].to(torch.int64)]
+    if rows:
+        summed.append(_rows(words[: rows * _ROW].view(rows, _ROW)))
     return _mixed(torch.cat(summed))
 
 
@@ -88,23 +93,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:  # uint8 [bytes]
     return flat if flat.storage_offset() % 8 == 0 else flat.clone()
 
 
-def _rows_on_cpu(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # int64 [rows]
+def _rows(words: torch.Tensor) -> torch.Tensor:  # int64 [rows]
     """Of each row a number that depends on the place of each word.
 
     In whole numbers the highest bits of two words cancel out: the signs of every second number in float32. A sum of
     float32 numbers shows these, and only these are left to it.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        return _rows_anywhere(words)
     signs = words.view(torch.float32).sum(dim=1).view(torch.int32)
     return words @ _weights(_ROW, words.device) + signs
-
-
-def _rows_anywhere(words: torch.Tensor) -> torch.Tensor:  # int64 [rows]
-    """As ``_rows_on_cpu``, with copies: numbers of 4 bytes do not lose their highest bits in 8 bytes."""
-    weights = _weights(2 * _ROW, words.device)
-    some = _LANES // (2 * _ROW)
-    return torch.cat([(part.view(torch.int32) * weights).sum(dim=1) for part in words.split(some)])
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import ConfigError, PoolError
 from ..notices import Notices
 from ..python_child import CannotStart
+from ..wording import differing
 from .devices import WorkerDevice
 from .messages import Died, Load, Parcel, Ready, Warned
 from .worker_handle import WorkerHandle
@@ -78,11 +79,11 @@ class Crew:
                 continue
             if self.loaded is None:
                 self.loaded = worker.loaded
-            elif self.loaded.fingerprint != worker.loaded.fingerprint:
+            elif other := differing(self.loaded.fingerprint, worker.loaded.fingerprint):
                 raise PoolError(
-                    f"{worker.name} has loaded other weights than another, so answers would depend on where a prompt "
-                    "runs. A function that loads the model must give the same weights each time: load them from a "
-                    "folder, or set a seed before they are drawn"
+                    f"{worker.name} has loaded {other} than another, so answers would depend on where a prompt runs. A "
+                    "function that loads the model must give the same each time: load it from a folder, or set a seed "
+                    "before weights are drawn"
                 )
 
     def next_event(self, seconds: float) -> tuple[WorkerHandle, Any] | None:

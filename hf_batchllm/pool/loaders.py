@@ -44,6 +44,7 @@ class LoadGenerator:
     processes: int = 1  # that have the model together, each a part of it
 
     def __call__(self) -> PartGenerator:
+        from ..model.fingerprint import fingerprint
         from .part_generator import PartGenerator
 
         model, tokenizer = load_in_worker(self.load, self.tokenizer, self.device)
@@ -55,7 +56,9 @@ class LoadGenerator:
                 f"`distributed_config=DistributedConfig(tp_size={self.processes})` to its from_pretrained "
                 "(from transformers.distributed)"
             )
-        return PartGenerator(model, tokenizer, self.config)
+        made = PartGenerator(model, tokenizer, self.config)
+        made.loaded = fingerprint(model, made._tokenizer.found(), made.architecture.ranks)
+        return made
 
 
 def load_in_worker(load: Callable[[], Any], tokenizer: Any, device: str) -> tuple[nn.Module, Any]:

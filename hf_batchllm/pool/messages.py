@@ -139,7 +139,7 @@ class Ready:
     """The generator is there."""
 
     name: str  # of the model
-    fingerprint: str  # of its weights
+    fingerprint: dict[str, str]  # of the model and its tokenizer
     costs: TokenCosts
     seconds: float  # that loading took
 

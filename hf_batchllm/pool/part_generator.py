@@ -48,6 +48,7 @@ class PartChecks(JobChecks):
 class PartGenerator(BatchGenerator):
     _kind_of_checks = PartChecks
     _at_hand = False
+    loaded: dict[str, str] | None = None  # the fingerprint of a worker's model, which nobody changes
     _of_the_call: dict[str, Any] = {}  # noqa: RUF012 -- replaced, never changed
 
     def _new_call(self, **of_several: Any) -> Call:

@@ -9,7 +9,7 @@ from .work import ScoreWork, Work
 
 
 def digest_of(work: Work, seed_given: bool, everywhere: bool) -> str:
-    """Objects of the user's, such as processors, count by their classes."""
+    """Processors and criteria count by what they hold when they are first seen, other objects by their classes."""
     job = work.job
     said = [
         type(work).__name__,

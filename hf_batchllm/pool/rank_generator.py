@@ -22,14 +22,14 @@ from ..inputs.option_checks import check_progress
 from ..inputs.preparing import bars_wanted
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
-from ..model.weights_fingerprint import fingerprint
+from ..model.fingerprint import fingerprint
 from ..planning.pieces import Split
 from ..results.generations import BatchResult
 from ..results.missing_names import OF_A_GENERATOR, no_such
 from ..results.run_report import RunReport
 from ..results.scores import ScoreResult
 from ..results.sharing_plan import SharingPlan
-from ..wording import first_line, is_number, shown
+from ..wording import differing, first_line, is_number, shown
 from .checked_work import checked_score_work, checked_work
 from .part_generator import PartGenerator
 from .pool_progress import pool_bar
@@ -84,6 +84,7 @@ class RankGenerator:
         self._ranks = Ranks(str(_next_number()), float(patience), self._generator._notices)
         self._everywhere = everywhere
         self._calls = 0
+        self._fingerprint: dict[str, str] = {}
         self._running = self._closed = False
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
@@ -260,7 +261,10 @@ class RankGenerator:
         try:
             work = make()
             said["asked"] = digest_of(work, seed is not None, self._everywhere)
-            said["weights"] = fingerprint(self.model)
+            # A tokenizer's takes a second where the vocabulary is large: once is enough.
+            tokenizer = None if self._fingerprint else self._generator._tokenizer.found()
+            self._fingerprint |= fingerprint(self.model, tokenizer)
+            said["model"] = self._fingerprint
             drawn = seed is None and work.job.seed is not None
             said["seed"], said["costs"] = work.job.seed if drawn else None, self._generator.token_costs()
         except Exception as error:
@@ -273,8 +277,8 @@ class RankGenerator:
                 raise PoolError(f"rank {rank} has refused this call: {theirs['error']}")
             if theirs["asked"] != everybody[0]["asked"]:
                 raise PoolError(f"rank {rank} was asked for something else than rank 0: {_THE_SAME}")
-            if theirs["weights"] != everybody[0]["weights"]:
-                raise PoolError(f"rank {rank} has other weights than rank 0: each rank has to hold the same model")
+            if other := differing(everybody[0]["model"], theirs["model"]):
+                raise PoolError(f"rank {rank} has {other} than rank 0: each rank has to hold the same model")
         if drawn:
             work.job = replace(work.job, seed=everybody[0]["seed"])
         return work, everybody[0]["costs"]

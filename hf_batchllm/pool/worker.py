@@ -159,11 +159,8 @@ class Worker:
             self._tell_followers(message)
             self._followers.join()
         self._generator = load()
-        from ..model.weights_fingerprint import fingerprint
-
-        model = self._generator.model
         name, costs = self._generator.architecture.name, self._generator.token_costs()
-        self._say(Ready(name, fingerprint(model), costs, time.monotonic() - began))
+        self._say(Ready(name, self._generator.loaded, costs, time.monotonic() - began))
 
     def _tell_followers(self, message: Any) -> None:
         """Of what this process does with the model."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
+from ...wording import differing
 from .formats import TABLES
 from .journal import Journal
 from .output import ORDERS, Output, ResultLayout
@@ -229,16 +230,22 @@ class FileOutput(Output):
             raise OutputFileError(f"{self.path} cannot be moved to {aside}: {reason(error)}") from error
         self._note(f"what was in {self.path} is in {aside} now")
 
-    def confirm_weights(self, weights: str) -> None:
+    def confirm_model(self, fingerprint: dict[str, str]) -> None:
         assert self._record is not None, "begin() comes first"
-        if self._record.weights not in (None, weights) and len(self):
+        known = self._record.model if len(self) else {}
+        if other := differing(known, fingerprint):
             raise RunChangedError(
-                f"{self.path} was begun with other weights of the model. To continue it, load the weights that it "
-                f"was begun with; else give another output, or {self._afresh}",
-                ["the weights of the model have changed"],
+                f"{self.path} was begun with {other}. To continue it, load the model that it was begun with; else give "
+                f"another output, or {self._afresh}",
+                [f"the model has {other}"],
             )
-        if self._record.weights != weights:
-            self._record.weights = weights
+        if len(self) and not known:
+            self._note(
+                f"{self.path} was begun with a version of the library that kept no digest of the model: whether it "
+                "continues with the same one is not known"
+            )
+        if self._record.model != known | fingerprint:
+            self._record.model = known | fingerprint
             self._write_record()
 
     def _write_record(self) -> None:

@@ -66,8 +66,8 @@ class Output(ABC):
         their records run again. ``part``: which of the records are run; by default all.
         """
 
-    def confirm_weights(self, weights: str) -> None:
-        """Before the first result. RunChangedError if an earlier part of the run had a model with other weights."""
+    def confirm_model(self, fingerprint: dict[str, str]) -> None:
+        """Before the first result. RunChangedError if an earlier part of the run had another model or tokenizer."""
         return  # a stream has no earlier parts
 
     def missing(self, count: int | None = None) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...errors import RunChangedError
+from ...wording import differing
 from .journal import Journal
 from .run_record import RunRecord
 from .shards import Part, Shard
@@ -61,8 +62,8 @@ def check_same_merge(path: str, old: RunRecord, merged: RunRecord) -> None:
     differences = old.differences(merged, "{name} is {before} there and {after} in the parts")
     if old.input.get("digest") != merged.input.get("digest"):
         differences.append("the input was another one")
-    if old.weights is not None and merged.weights not in (None, old.weights):
-        differences.append("the weights of the model were other ones")
+    if other := differing(old.model, merged.model):
+        differences.append(f"the parts had {other}")
     if old.shard:
         differences.append(f"it is {_part_in_words(old)}")
     if differences:

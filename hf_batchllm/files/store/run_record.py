@@ -27,7 +27,7 @@ def record_path(output: str) -> str:
 class RunRecord:
     settings: dict[str, Any]  # all that the results depend on: a run that continues must have the same
     seed: int | None = None  # None: drawn when the run begins, and kept when it continues
-    weights: str | None = None  # a fingerprint; known once the model is loaded
+    model: dict[str, str] = field(default_factory=dict)  # its fingerprint; known once it is loaded
     input: dict[str, Any] = field(default_factory=dict)  # path, records, bytes, digest: filled in by the output
     version: str = ""  # of this library
     created: str = ""
@@ -58,7 +58,7 @@ class RunRecord:
         return RunRecord(
             settings=json.loads(_json(self.settings)),
             seed=next((seed for seed in seeds if seed is not None), secrets.randbits(32)),
-            weights=self.weights if old is None or old.weights is None else old.weights,
+            model=old.model if old is not None and old.model else self.model,
             input=source,
             version=self.version or __version__,
             created=old.created if old is not None else self.created or now,
@@ -81,8 +81,8 @@ class RunRecord:
             with open(path, "rb") as file:
                 found = json.loads(file.read())
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
-            types: dict[str, Any] = dict.fromkeys(("settings", "input", "process", "figures", "shard"), dict)
-            types |= {"seed": int | None, "weights": str | None, "results": int | None}
+            types: dict[str, Any] = dict.fromkeys(("settings", "model", "input", "process", "figures", "shard"), dict)
+            types |= {"seed": int | None, "results": int | None}
             if any(not isinstance(known[name], type_) for name, type_ in types.items() if name in known):
                 raise ValueError("fields of another type")
             shard = known.get("shard")

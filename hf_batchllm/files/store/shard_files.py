@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ...errors import OutputFileError, RunChangedError
-from ...wording import in_ranges
+from ...wording import differing, in_ranges
 from .file_output import writer_of
 from .journal import Journal
 from .output import ResultLayout
@@ -94,7 +94,7 @@ class ShardFiles:
         first = self.begun[0].record
         return replace(
             first,
-            weights=next((part.record.weights for part in self.begun if part.record.weights is not None), None),
+            model=next((part.record.model for part in self.begun if part.record.model), {}),
             created=min(part.record.created for part in self.begun),
             shard={},
         )
@@ -149,7 +149,7 @@ class ShardFiles:
         return record
 
     def _check_same_run(self) -> None:
-        first, weighed = self.begun[0], None
+        first, known = self.begun[0], None
         for part in self.begun:
             one, other = first.shard.part, part.shard.part
             words = f"{{name}} is {{before}} in part {one} and {{after}} in part {other}"
@@ -165,10 +165,10 @@ class ShardFiles:
                     f"part {other} was split off in another way than part {one} (versions {versions[1]} and "
                     f"{versions[0]} of the library)"
                 )
-            if part.record.weights is not None:
-                weighed = weighed or part
-                if weighed.record.weights != part.record.weights:
-                    differences.append(f"part {other} had other weights of the model than part {weighed.shard.part}")
+            if part.record.model:
+                known = known or part
+                if model := differing(known.record.model, part.record.model):
+                    differences.append(f"part {other} had {model} than part {known.shard.part}")
             if differences:
                 raise RunChangedError(
                     f"{self.output} cannot be merged, as its parts are of different runs: {'; '.join(differences)}. "
