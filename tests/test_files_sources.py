@@ -292,7 +292,7 @@ def test_parquet(tmp_path) -> None:
             "when": pa.array([1, None, 2_000_000_001], pa.timestamp("ns")),
             "day": [datetime.date(2026, 1, 2), None, None],
             "price": [decimal.Decimal("1.50"), decimal.Decimal("2.00"), None],
-            "raw": [b"ok", b"\xff", None],
+            "raw": [b"ok", b"\xff", b"/w=="],
             "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
             "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
         }
@@ -313,7 +313,8 @@ def test_parquet(tmp_path) -> None:
         "map": {"k": 1},
     }
     assert found[1]["temperature"] is None, "not a number is no number"
-    assert (found[1]["price"], found[1]["raw"]) == (2, "/w==")
+    assert (found[1]["price"], found[1]["raw"]) == (2, {"base64": "/w=="})
+    assert found[2]["raw"] == "/w==", "which was text"
     assert found[2]["messages"] == []
     with open_source(path) as source:
         assert source.where(2) == "row 3"

@@ -118,7 +118,7 @@ def parquet_rows(stream: IO[bytes], path: str) -> Iterator[Row]:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             columns = [_column(column, pyarrow) for column in batch.columns]
             for cells in zip(*columns, strict=True):
-                record = dict(zip(names, map(plain, cells), strict=True))
+                record = dict(zip(names, map(_cell, cells), strict=True))
                 yield json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace"), ""
     except pyarrow.ArrowException as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -130,6 +130,14 @@ def _column(column: Any, pyarrow: Any) -> list[Any]:
         column = column.cast(pyarrow.timestamp("us", column.type.tz), safe=False)  # nanoseconds would need pandas
     cells: list[Any] = column.to_pylist(maps_as_pydicts="strict")
     return cells
+
+
+def _cell(value: Any) -> Any:
+    """A cell of bytes is text, as some writers store it. One that cannot be is told from text by its form."""
+    found = plain(value)
+    if isinstance(value, bytes) and found.encode() != value:
+        return {"base64": found}
+    return found
 
 
 def plain(value: Any) -> Any:
