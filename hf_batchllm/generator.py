@@ -44,6 +44,7 @@ from .patches.first_calls import call_functions_once
 from .patches.fusion import Fusion
 from .planning.requests_and_prefixes import Request
 from .planning.sharing import make_plan
+from .results.dataframes import index_of
 from .results.generations import BatchResult, Generation
 from .results.missing_names import OF_A_GENERATOR, no_such
 from .results.run_report import RunReport
@@ -207,7 +208,7 @@ class BatchGenerator:
             given = prompts if padded is None else padded
             with bars_wanted(progress, call.timekeeper.during):
                 job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
-            finished.expected, self.interrupted = job.sequences, None
+            finished.expected, finished.index, self.interrupted = job.sequences, index_of(prompts), None
             outputs = ExtraOutputs(job.options, self._logprobs_of_scores)
             with bars_wanted(progress):
                 call.begin(job, outputs, strict=on_error == "raise")
@@ -221,6 +222,7 @@ class BatchGenerator:
                 self.last_report = finished.report = self._report(call)
         rows = finished.results | {(failure.index, failure.sample): failure for failure in job.failures()}
         result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._tokenizer.decode_if_loaded)
+        result._index = finished.index
         return result if padded is None else as_tensors(padded, result, job.options[0], call)
 
     @shows_options
@@ -315,6 +317,7 @@ class BatchGenerator:
                 inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
             finished.inputs, finished.expected, self.interrupted = inputs, len(inputs.items), None
+            finished.index = index_of(*given[:2])
             outputs = ScoreOutputs(job)
             with bars_wanted(progress), job.problems_named():
                 call.begin(job.job, outputs, strict)
@@ -326,7 +329,9 @@ class BatchGenerator:
                         bar.finish(request, len(scores))
             finally:
                 self.last_report = finished.report = self._report(call)
-        return ScoreResult([*finished.results.values(), *job.failures()], finished.report)
+        result = ScoreResult([*finished.results.values(), *job.failures()], finished.report)
+        result._index = finished.index
+        return result
 
     @with_short_tracebacks
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:

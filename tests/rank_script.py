@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
 from support_cases import SOME
@@ -70,6 +71,9 @@ def same_scores(gen: RankGenerator, one: BatchGenerator) -> Any:
         (row.index, row.choice, row.token_ids) for row in wanted
     ]
     assert all(abs(mine.logprob - its.logprob) < 1e-4 for mine, its in zip(ours, wanted, strict=True))
+    column = pd.Series(contexts[:3], index=[7, 3, 5])
+    assert list(gen.generate(column, max_new_tokens=2).to_pandas().index) == [7, 3, 5]
+    assert list(gen.score(column, choices=[[3], [4]]).to_pandas().index) == [7, 7, 3, 3, 5, 5]
 
 
 def a_seed_for_all(gen: RankGenerator, one: BatchGenerator) -> Any:

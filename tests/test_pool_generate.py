@@ -188,6 +188,13 @@ def test_scores(pool: GeneratorPool, one: BatchGenerator) -> None:
         assert ours.report.sequences == wanted.report.sequences
 
 
+def test_a_column_keeps_its_index(pool: GeneratorPool) -> None:
+    pandas = pytest.importorskip("pandas")
+    column = pandas.Series([[5, 6], [7, 8], [9, 10]], index=[7, 3, 5])
+    assert list(pool.generate(column, max_new_tokens=2).to_pandas().index) == [7, 3, 5]
+    assert list(pool.score(column, choices=[[3], [4]]).to_pandas().index) == [7, 7, 3, 3, 5, 5]
+
+
 def test_streams(pool: GeneratorPool, one: BatchGenerator) -> None:
     given = {"max_new_tokens": 6, "on_error": "record"}
     prompts = [*PROMPTS["prefix"], []]

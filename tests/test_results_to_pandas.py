@@ -79,6 +79,23 @@ def test_the_types_do_not_depend_on_what_is_in_it() -> None:
     assert textless["text"].isna().all() and dtypes(textless) == some
 
 
+def test_a_column_of_prompts_keeps_its_index() -> None:
+    table = pd.DataFrame({"ask": ["w5", "w6 w7", "w8", "w9 w3", "w4"]}, index=[7, 3, 9, 1, 5])
+    asked = table[[True, False, True, True, False]].copy()
+    result = make().generate(asked["ask"], max_new_tokens=3)
+    asked["answer"] = result.to_pandas()["text"]
+    assert list(asked["answer"]) == result.texts and None not in result.texts
+    assert list(result[1:].to_pandas().index) == [9, 1]
+    several = make().generate(asked["ask"], max_new_tokens=2, do_sample=True, num_return_sequences=2, seed=1)
+    assert list(several.to_pandas().index) == [7, 7, 9, 9, 1, 1]
+    errors = make().generate(pd.Series(["w5", []], index=["a", "b"]), max_new_tokens=2, on_error="record")
+    assert list(errors.to_pandas().index) == ["a", "b"]
+    assert list(make().generate(list(asked["ask"]), max_new_tokens=2).to_pandas().index) == [0, 1, 2]
+    scores = make().score(asked["ask"], choices=[" w5", " w6"])
+    assert list(scores.to_pandas().index) == [7, 7, 9, 9, 1, 1] and list(scores[3:].to_pandas().index) == [9, 1, 1]
+    assert list(make().score(None, asked["ask"] + " w4").to_pandas().index) == [7, 9, 1]
+
+
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     result = BatchResult([Generation(0, 0, "so", [5], [6], "length")], None)
     monkeypatch.setitem(sys.modules, "pandas", None)

@@ -26,6 +26,7 @@ class Finished(ABC, Generic[R]):
         self.results: dict[tuple[int, int], R] = {}  # by prompt and sample, or by context and choice
         self.report: RunReport | None = None
         self.expected = 0  # results of the whole call
+        self.index: Any = None  # of the pandas Series that the call was given
 
     @abstractmethod
     def part(self, decode: Decode) -> BatchResult | ScoreResult:
@@ -34,7 +35,9 @@ class Finished(ABC, Generic[R]):
 
 class FinishedGenerations(Finished[Generation]):
     def part(self, decode: Decode) -> BatchResult:
-        return BatchResult([self.results[key] for key in sorted(self.results)], self.report, decode)
+        part = BatchResult([self.results[key] for key in sorted(self.results)], self.report, decode)
+        part._index = self.index
+        return part
 
 
 class FinishedScores(Finished[Score]):
@@ -44,7 +47,9 @@ class FinishedScores(Finished[Score]):
 
     def part(self, decode: Decode) -> ScoreResult:
         cut_short = {place[0] for place in self.inputs.places() if place not in self.results}
-        return ScoreResult(list(self.results.values()), self.report, complete=False, cut_short=cut_short)
+        part = ScoreResult(list(self.results.values()), self.report, complete=False, cut_short=cut_short)
+        part._index = self.index
+        return part
 
 
 def note_of(finished: int, expected: int, at_hand: bool) -> str:

@@ -25,6 +25,7 @@ from ..inputs.prompts import as_list
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import Notices
+from ..results.dataframes import index_of
 from ..results.generations import BatchResult, Generation
 from ..results.missing_names import OF_A_GENERATOR, no_such
 from ..results.run_report import RunReport
@@ -153,10 +154,13 @@ class GeneratorPool:
             began = time.perf_counter()
             work = self._generate_work(prompts, generation_config, seed, on_error, dict(generate_kwargs))
             finished, took = work.finished(), time.perf_counter() - began
+            finished.index = index_of(prompts)
             for result in self._results(work, finished, on_error == "raise", progress, took):
                 finished.results[work.key(result)] = result
             rows = finished.results | {work.key(failure): failure for failure in work.failures()}
-            return BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
+            result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
+            result._index = finished.index
+            return result
 
         with self._taking(), results_kept(self, lambda: finished, self._decode):
             check_progress(progress)
@@ -231,9 +235,12 @@ class GeneratorPool:
             given = contexts, continuations, choices, on_error, adapter, chat_options
             work = checked_score_work(ask, *given, self._config)
             finished, took = work.finished(), time.perf_counter() - began
+            finished.index = index_of(contexts, continuations)
             for result in self._results(work, finished, on_error == "raise", progress, took):
                 finished.results[work.key(result)] = result
-            return ScoreResult([*finished.results.values(), *work.failures()], finished.report)
+            result = ScoreResult([*finished.results.values(), *work.failures()], finished.report)
+            result._index = finished.index
+            return result
 
         with self._taking(), results_kept(self, lambda: finished, self._decode):
             check_progress(progress)

@@ -24,6 +24,7 @@ from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..model.fingerprint import fingerprint
 from ..planning.pieces import Split
+from ..results.dataframes import index_of
 from ..results.generations import BatchResult
 from ..results.missing_names import OF_A_GENERATOR, no_such
 from ..results.run_report import RunReport
@@ -150,9 +151,11 @@ class RankGenerator:
                 self.config,
             )
 
-        work, finished = self._run(make, on_error == "raise", progress, seed)
+        work, finished = self._run(make, on_error == "raise", progress, seed, index_of(prompts))
         rows = {work.key(failure): failure for failure in self._failures(work)} | finished.results
-        return BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
+        result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
+        result._index = finished.index
+        return result
 
     @with_short_tracebacks
     def score(
@@ -173,8 +176,10 @@ class RankGenerator:
             given = contexts, continuations, choices, on_error, adapter, chat_options
             return checked_score_work(self._generator.checked_scores, *given, self.config)
 
-        work, finished = self._run(make, on_error == "raise", progress, None)
-        return ScoreResult([*finished.results.values(), *self._failures(work)], finished.report)
+        work, finished = self._run(make, on_error == "raise", progress, None, index_of(contexts, continuations))
+        result = ScoreResult([*finished.results.values(), *self._failures(work)], finished.report)
+        result._index = finished.index
+        return result
 
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:
         """What these prompts share, and what that would save. Runs no model, and asks no other rank."""
@@ -205,7 +210,9 @@ class RankGenerator:
             self._ranks.exchange(f"{name}/here", True, look, arriving=True)
             yield lambda what, value: self._ranks.exchange(f"{name}/{what}", value, look)
 
-    def _run(self, make: Callable[[], W], strict: bool, progress: bool | None, seed: Any) -> tuple[W, Finished[Any]]:
+    def _run(
+        self, make: Callable[[], W], strict: bool, progress: bool | None, seed: Any, index: Any
+    ) -> tuple[W, Finished[Any]]:
         """Everything of a call. What comes out is the same on all ranks, or, if asked so, on the first one alone."""
         finished: Finished[Any] = FinishedGenerations()
         wanted = False if self.rank else progress
@@ -215,6 +222,7 @@ class RankGenerator:
                 with bars_wanted(wanted):
                     work, costs = self._agreed(name, make, seed)
                     finished = work.finished()
+                    finished.index = index
                     plan = work.plan
                     plan.add_labels(work.sequences, self._generator._tokenizer.decode)
                 split = self._split_of_first(name, work, costs)

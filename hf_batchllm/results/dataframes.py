@@ -27,7 +27,15 @@ def prompt_column(prompts: list[Any]) -> tuple[str, list[Any]]:
     return ("prompt" if any(isinstance(prompt, list) for prompt in prompts) else "string"), prompts
 
 
-def table_of(columns: Columns) -> pandas.DataFrame:
+def index_of(*given: Any) -> Any:
+    """The index of the first pandas Series among what a call was given; None without one, or for one of token ids."""
+    pandas = sys.modules.get("pandas")  # where it is not loaded, nothing is a Series
+    series = [each for each in given if pandas is not None and isinstance(each, pandas.Series)]
+    return series[0].index if series and series[0].dtype.kind not in "iu" else None
+
+
+def table_of(columns: Columns, index: Any) -> pandas.DataFrame:
+    """``index``: of the prompts, where they were a Series."""
     try:
         import pandas as pd
     except ModuleNotFoundError as missing:
@@ -36,7 +44,10 @@ def table_of(columns: Columns) -> pandas.DataFrame:
     made = {
         name: pd.Series(values, dtype=kind if kind in plain else "object") for name, (kind, values) in columns.items()
     }
-    return pd.DataFrame(made)
+    frame = pd.DataFrame(made)
+    if index is not None:
+        frame.index = index.take(columns["index"][1])
+    return frame
 
 
 def _lacking(what: str, missing: ModuleNotFoundError, install: str) -> ModuleNotFoundError:

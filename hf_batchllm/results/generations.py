@@ -102,6 +102,7 @@ class BatchResult(Sequence[Generation]):
 
     _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that a notebook shows
     _is_slice = False  # then the report is about more rows than these
+    _index: Any = None  # of the pandas Series of prompts
 
     def __init__(
         self,
@@ -131,6 +132,7 @@ class BatchResult(Sequence[Generation]):
         if isinstance(found, Generation):
             return found
         part = BatchResult(found, self.report, self._decode)
+        part._index = self._index
         part._is_slice = self._is_slice or len(found) < len(self)
         return part
 
@@ -168,10 +170,11 @@ class BatchResult(Sequence[Generation]):
     def to_pandas(self, *, ids: bool = True) -> pandas.DataFrame:
         """A DataFrame with one row for each generation: the fields of Generation, and the numbers of tokens.
 
-        The prompt comes first and the token ids come last; ``ids=False`` leaves these out. Row ``k`` is ``self[k]``.
-        There are columns for ``score``, ``adapter``, ``logprobs`` and ``prompt_logprobs`` if any generation has them.
+        The prompt comes first and the token ids come last; ``ids=False`` leaves these out. Row ``k`` is ``self[k]``,
+        and where the prompts were a pandas Series, its label is that of its prompt. There are columns for ``score``,
+        ``adapter``, ``logprobs`` and ``prompt_logprobs`` if any generation has them.
         """
-        return table_of(self._columns(ids))
+        return table_of(self._columns(ids), self._index)
 
     def to_jsonl(self, path: str | os.PathLike[str], *, ids: bool = True) -> None:
         """Write a JSON object for each generation, one a line, with the columns of ``to_pandas``.

@@ -105,6 +105,7 @@ class ScoreResult(Sequence[Score]):
     """
 
     _is_slice = False  # then the report is about more scores than these
+    _index: Any = None  # of the pandas Series of contexts, or of continuations
 
     def __init__(
         self,
@@ -137,6 +138,7 @@ class ScoreResult(Sequence[Score]):
         cut = {context for context, count in kept.items() if count < here[context]}
         part = ScoreResult((), self.report, self.complete, self._cut_short | cut)
         part._scores = found  # in the order of the slice
+        part._index = self._index
         part._is_slice = self._is_slice or len(found) < len(self)
         return part
 
@@ -210,9 +212,10 @@ class ScoreResult(Sequence[Score]):
     def to_pandas(self, *, ids: bool = True) -> pandas.DataFrame:
         """A DataFrame with one row for each score. Row ``k`` is ``self[k]``.
 
-        The context comes first and the token ids come last; ``ids=False`` leaves these out.
+        Where the contexts were a pandas Series, a row's label is that of its context. The context comes first and the
+        token ids come last; ``ids=False`` leaves these out.
         """
-        return table_of(self._columns(ids))
+        return table_of(self._columns(ids), self._index)
 
     def to_jsonl(self, path: str | os.PathLike[str], *, ids: bool = True) -> None:
         """Write a JSON object for each score, one a line, with the columns of ``to_pandas``. Replaces a file."""
