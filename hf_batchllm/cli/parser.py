@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,11 +17,14 @@ _SIMILARITY = 0.75  # of a guess: below it, another option is meant more often t
 
 
 class Parser(argparse.ArgumentParser):
+    _given: Sequence[str] = ()
+
     def __init__(self, command: str = "", **given: Any) -> None:
         prog = f"{PROGRAM} {command}".strip()
         super().__init__(prog=prog, formatter_class=_Formatter, allow_abbrev=False, add_help=False, **given)
 
     def parse_args(self, arguments: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        self._given = sys.argv[1:] if arguments is None else arguments
         asked: argparse.Namespace
         asked, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
@@ -37,6 +41,10 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{error.message}; did you mean {near[0]}?") from None
 
     def error(self, message: str) -> NoReturn:
+        options = [text for text in self._given if text.startswith("--") and " " not in text and text != "--"]
+        unknown = [text for text in options if text.partition("=")[0] not in self._option_string_actions]
+        if unknown and "arguments are required" in message:  # what is missing may be what is misspelt
+            message = self._why_unknown(unknown)
         raise UsageError(f"{message}\n(`{self.prog} --help` tells more)")
 
     def _why_unknown(self, unknown: Sequence[str]) -> str:
