@@ -137,6 +137,15 @@ def test_a_rope_that_depends_on_the_length_leaves_the_fingerprint() -> None:
     assert differing(before, fingerprint(model)) == "another config"
 
 
+def test_the_last_bits_of_frequencies_depend_on_the_processor() -> None:
+    model = copy.deepcopy(build("llama"))
+    before, buffer = fingerprint(model), model.model.rotary_emb.inv_freq
+    buffer.copy_(torch.nextafter(buffer, torch.tensor(torch.inf)))
+    assert fingerprint(model) == before
+    buffer[1] *= 1.02
+    assert differing(before, fingerprint(model)) == "other buffers"
+
+
 @pytest.mark.parametrize("kind", ["lora", "saved", "transformers"])
 def test_adapters_are_told_apart_from_weights(kind: str) -> None:
     pytest.importorskip("peft")

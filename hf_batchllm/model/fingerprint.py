@@ -86,13 +86,18 @@ def _of_all(ranks: TensorRanks, what: str, number: int) -> int:
 
 
 def _lasting_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """All but those that a RoPE whose frequencies depend on the length writes anew while it runs."""
+    """All but those that a RoPE whose frequencies depend on the length writes anew while it runs.
+
+    Those that are computed and not loaded are rounded: their last bits depend on the processor.
+    """
     for place, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         written = any("dynamic" in str(kind) or kind == "longrope" for kind in _each(kinds))
         for name, tensor in module.named_buffers(recurse=False):
-            if not (written and name.endswith("inv_freq")):
-                yield f"{place}.{name}", tensor
+            if written and name.endswith("inv_freq"):
+                continue
+            computed = name in module._non_persistent_buffers_set and tensor.is_floating_point()
+            yield f"{place}.{name}", tensor.to(torch.bfloat16) if computed else tensor
 
 
 def _each(value: Any) -> Iterable[Any]:
