@@ -29,6 +29,13 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     return copy.deepcopy(build(family)).to(device, dtype)
 
 
+def that_counts_rows(model: Any) -> Any:
+    """What its norm gives a row depends on how many rows there are: on any processor, without ``invariant=True``."""
+    counting = copy.deepcopy(model)
+    counting.model.norm.register_forward_hook(lambda norm, given, out: out * (1 + given[0].shape[-2] / 256))
+    return counting
+
+
 @cache
 def strangers_and_mine() -> tuple[list[list[int]], list[int]]:
     """Twenty prompts, and the places of four among them, of which two share with others what they begin with."""

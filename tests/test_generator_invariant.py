@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib.util
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -19,24 +20,22 @@ from support_fuzz_check import check
 from support_fuzz_models import missing
 from support_interrupts import Stop
 from support_invariant import (
-    Rows,
     a_file_that_was_cut_off_is_the_same,
     alone,
     in_a_list,
     model_of,
     short_of_memory,
     strangers_and_mine,
+    that_counts_rows,
     told,
 )
 from support_untouched import fingerprint
 from support_word_tokenizer import word_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_batchllm import BatchGenerator, ConfigError, UnsupportedModelError
 from hf_batchllm.model import fixed_attention, fixed_passes
-from hf_batchllm.model.fixed_attention import FixedAttention
-from hf_batchllm.patches.fixed_products import FixedThreads
-from hf_batchllm.sampling import logprobs, rows_together
 
 SEED = 12
 
@@ -97,8 +96,8 @@ def test_alone_and_among_strangers(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "mixtral"]))
 def test_without_the_flag_it_is_not_so(family: str) -> None:
-    """What the test above compares would tell."""
-    model = model_of(family, torch.bfloat16)
+    """What the test above compares would tell, of a model in which rows look at each other."""
+    model = that_counts_rows(model_of(family, torch.bfloat16))
     expected = alone(model, invariant=False)
     with BatchGenerator(model, **short_of_memory(model)) as generator:
         assert in_a_list(generator)[0] != expected
@@ -146,35 +145,30 @@ def test_two_threads_and_three(family: str) -> None:
             assert torch.get_num_threads() == count
 
 
-def test_functions_that_several_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a rest that other instructions compute: of 1,101 numbers two threads', of 2,560 four threads' parts."""
+def test_functions_that_several_threads_share() -> None:
+    """Each has a rest that other instructions may compute: of 1,101 numbers two threads', of 2,560 four threads' parts.
+
+    So products alone are several threads' work.
+    """
     for count, width in ((2, 1101), (4, 2560)):
         model = llama(intermediate_size=width)
         with threads(count), BatchGenerator(model, invariant=True) as generator:
             options = {"max_new_tokens": 2, "num_return_sequences": 1}
             assert in_a_list(generator, **options)[0] == alone(model, **options)
-            monkeypatch.setattr(FixedThreads, "begin", lambda self: None)  # all of a pass in several threads
-            monkeypatch.setattr(FixedThreads, "in_several", lambda self, function, *given: function(*given))
-            assert in_a_list(generator, **options)[0] != alone(model, **options)
-            monkeypatch.undo()
+            with Watched() as seen:
+                in_a_list(generator, **options)
+            assert seen.threads["silu"] == {1} and seen.threads["linear"] == {count}
 
 
-def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary() -> None:
     """Two threads share a sum over one row of 40,000 numbers, and never share one over several."""
     model = llama(vocab_size=40_000)
     options = {"do_sample": True, "top_k": 0, "typical_p": 0.6, "max_new_tokens": 2, "logprobs": 1, "progress": False}
     prompts = [[number, 5] for number in range(16)]
     with threads(2), BatchGenerator(model, invariant=True) as generator:
-
-        def each_alone() -> list[Rows]:
-            calls = [generator.generate([prompts[place]], **options, seed=[place]) for place in range(16)]
-            return [told(call, [0])[0] for call in calls]
-
+        calls = [generator.generate([prompts[place]], **options, seed=[place]) for place in range(16)]
         found = told(generator.generate(prompts, **options, seed=list(range(16))), range(16))
-        assert found == each_alone()
-        monkeypatch.setattr(logprobs, "_logsumexp", lambda logits: logits.logsumexp(dim=-1))
-        monkeypatch.setattr(rows_together, "_ADDED_UP_BY_SEVERAL", 1 << 40)
-        assert found != each_alone()
+        assert found == [told(call, [0])[0] for call in calls]
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -188,27 +182,29 @@ def test_parts_that_end_elsewhere(monkeypatch: pytest.MonkeyPatch, family: str) 
         assert in_a_list(generator)[0] != expected
 
 
-def test_passes_of_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama")
-    monkeypatch.setattr(fixed_passes, "_filled", lambda numbers, _: numbers)
+def test_each_pass_has_all_its_rows() -> None:
+    """Where there are fewer the rest is made up, and so are rows of the head: products always have the same shape."""
+    with BatchGenerator(model_of("llama", torch.bfloat16), invariant=True) as generator, Watched() as seen:
+        in_a_list(generator)
+    assert seen.rows["linear"] == {fixed_passes.ROWS}
 
-    def attend(self: FixedAttention, call: Any, own: Any = FixedAttention.attend) -> torch.Tensor:
-        return own(self, call)[: self.end - self.begin]
 
-    monkeypatch.setattr(FixedAttention, "attend", attend)
-    every = fixed_passes.in_fixed_passes
+class Watched(TorchDispatchMode):
+    """By the name of a function, what it ran with: how many threads there were, and how many rows it was given."""
 
-    def ragged(forward: Any, *others: Any) -> torch.Tensor:
-        def of_its_rows(ids: Any, positions: Any, attention: Any, wanted: torch.Tensor) -> torch.Tensor:
-            return forward(ids, positions, attention, wanted[wanted < len(ids)])
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads, self.rows = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
 
-        return every(of_its_rows, *others)
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        name = "linear" if function in _PRODUCTS else function.overloadpacket.__name__
+        if name in ("linear", "silu"):
+            self.threads[name].add(torch.get_num_threads())
+            self.rows[name].add(given[function is torch.ops.aten.addmm.default].shape[-2])
+        return function(*given, **(named or {}))
 
-    monkeypatch.setattr("hf_batchllm.model.fixed_attention.in_fixed_passes", ragged)
-    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
-    expected = alone(model)
-    with BatchGenerator(model, invariant=True) as generator:
-        assert in_a_list(generator)[0] != expected
+
+_PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
