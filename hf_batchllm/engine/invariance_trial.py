@@ -124,8 +124,8 @@ def _wide_products(use: ModelInUse, page_size: int) -> WideProducts | None:
         threads.restore()
     wide = WideProducts(ROWS, WIDE_ROWS, kinds)
     logits, *written = _of_a_wide_step(use, page_size, wide, _WIDE_COPIES)
-    same = torch.equal(logits, narrow[0].repeat(_WIDE_COPIES, 1)) and all(map(torch.equal, written, narrow[1:]))
-    return wide if same else None
+    same = bool((logits.view(_WIDE_COPIES, *narrow[0].shape) == narrow[0]).all())
+    return wide if same and all(map(torch.equal, written, narrow[1:])) else None
 
 
 def _of_a_wide_step(use: ModelInUse, page_size: int, wide: WideProducts | None, copies: int = 1) -> list[torch.Tensor]:
@@ -216,12 +216,15 @@ def _first_difference(
         # An odd number of tokens: each comes to each place. Two rows of a pass read the same pages, so each by itself.
         if not bool((logits([_whole(ours, each) for each in pages]) == alone).all()):
             return f"in a step of {len(pages)} copies"
-        rows = [(pages[row % len(pages)], row % steps.tokens) for row in range(steps.places * steps.tokens)]
-        found = logits([Chunk(_whole(ours[: at + 1], mine).unit, at, at + 1) for mine, at in rows])
-        if not torch.equal(found[steps.tokens - 1], alone):
-            return "in a step of single rows"
-        if not torch.equal(found, found[: steps.tokens].repeat(steps.places, 1)):
-            return "at another place of a step"
+        first = None
+        for begin in range(0, steps.places * steps.tokens, steps.places):  # one pass at a time: logits take memory
+            turns = range(begin, begin + steps.places)
+            tokens = [turn % steps.tokens for turn in turns]
+            mine = [_whole(ours[: at + 1], pages[turn % len(pages)]) for turn, at in zip(turns, tokens, strict=True)]
+            found = logits([Chunk(each.unit, each.end - 1, each.end) for each in mine])
+            first = found[: steps.tokens] if first is None else first
+            if not torch.equal(found, first[tokens]) or not torch.equal(first[-1], alone):
+                return "at another place of a step"
     return None
 
 
