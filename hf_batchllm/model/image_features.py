@@ -235,7 +235,7 @@ class _Form:
     """In which form the tower gives its features."""
 
     def __init__(self, found: Any) -> None:
-        self._output = type(found)
+        self._output = type(found)  # of transformers, which asks the whole of it for a tuple since 5.24
         self._pooled = _kind_of(found.pooler_output)
         deeper = getattr(found, "deepstack_features", None)
         self._deeper = None if deeper is None else [_kind_of(level) for level in deeper]
