@@ -21,8 +21,8 @@ _MOVED = f"which transformers has moved to a repository of its own, run by `cust
 _FACTORY = "`factory(index, prompt_token_ids)`, called once for each sequence"
 _BATCH_RESULT = "goes with tensors (`input_ids=`): a list of prompts gives a BatchResult"
 _TENSORS_OF_STEPS = (
-    "With `return_dict_in_generate=True`, as in `generate`; without that nothing comes back. In the steps after a row's "
-    "end they are 0, where `generate` has what the model makes of padding."
+    "With `return_dict_in_generate=True`, as in `generate`; without that nothing comes back. In the steps after a "
+    "row's end they are 0, where `generate` has what the model makes of padding."
 )
 _WITH_LOGPROBS = "goes with tensors (`input_ids=`): with a list of prompts pass `logprobs=k`"
 _NO_LOGPROBS = (
