@@ -97,7 +97,10 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
     code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes, forwards)
     look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(_token, code))
-    functions = [*AttentionInterface._global_mapping.items(), *AttentionMaskInterface._global_mapping.items()]
+    functions: list[tuple[str, Any]] = [
+        *AttentionInterface._global_mapping.items(),
+        *AttentionMaskInterface._global_mapping.items(),
+    ]
     functions += masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.items()
     for python_module in look.homes:
         if isinstance(interface := vars(python_module).get("ALL_ATTENTION_FUNCTIONS"), AttentionInterface):

@@ -143,7 +143,8 @@ def _passes(model: Any, length: int, masked: bool) -> Iterator[_Pass]:
         cache.update(*states, 0)  # of one layer: only its length is asked for
         seen = so_far.shape[1]
         logits = torch.zeros(1, 1, vocabulary, dtype=torch.float32, device=device)
-        outputs = CausalLMOutputWithPast(logits=logits, **{CACHE_NAME: cache})
+        outputs = CausalLMOutputWithPast(logits=logits)
+        outputs[CACHE_NAME] = cache
         given = model._update_model_kwargs_for_generation(outputs, given, is_encoder_decoder=False)
 
 
