@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from ...inputs.base_model import base_model
@@ -26,6 +28,8 @@ from ...sampling.step_tensors import StepTensors
 from .group import BeamGroup
 from .search_rules import Searches, SearchRules
 
+# Before, `generate` took drawn candidates in the order in which they were drawn.
+_BEST_FIRST = Version(Version(transformers.__version__).base_version) >= Version("5.24")
 _NOISE_MEMORY = 16  # drawing takes so many times the memory of the scores
 
 
@@ -172,8 +176,12 @@ class BeamScores:
             sums = at_float64(sums)
             noise = [noise_key(self._seed, group.root.index) for group in groups]
             index = draw_candidates(sums, rules.candidates, width, noise, made)
+            best = sums.gather(1, index)
+            if _BEST_FIRST:
+                best, order = best.sort(dim=-1, descending=True)
+                index = index.gather(1, order)
             drawable = torch.isfinite(sums.amax(dim=-1, keepdim=True))
-            return sums.gather(1, index).masked_fill(~drawable, torch.nan), index
+            return best.masked_fill(~drawable, torch.nan), index
         best, index = sums.topk(rules.candidates)
         return best, index
 
