@@ -242,11 +242,12 @@ class _Form:
 
     def filled(self, packed: Sequence[torch.Tensor]) -> Any:
         """With ``packed`` [tokens, dim], of each level."""
-        deeper: dict[str, Any] = {}
+        output = self._output()
+        output.pooler_output = _in_form(self._pooled, packed[0])  # no field of some of transformers' classes
         if self._deeper is not None:
             levels = zip(self._deeper, packed[1:], strict=True)
-            deeper["deepstack_features"] = [_in_form(kind, level) for kind, level in levels]
-        return self._output(pooler_output=_in_form(self._pooled, packed[0]), **deeper)
+            output.deepstack_features = [_in_form(kind, level) for kind, level in levels]
+        return output
 
 
 def _kind_of(level: Any) -> type | int:
