@@ -17,35 +17,42 @@ from .options import Options
 _as_first_seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def plain(value: Any) -> Any:
-    """As what has the same repr in each process. Objects count by their classes, processors by what they hold, too."""
+def plain(value: Any, held: bool = False) -> Any:
+    """As what has the same repr in each process. Objects count by their classes.
+
+    held: processors and criteria count by their attributes, too.
+    """
+
+    def of(each: Any) -> Any:
+        return plain(each, held)
+
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
-        return sorted((repr(plain(key)), plain(each)) for key, each in value.items())
+        return sorted((repr(of(key)), of(each)) for key, each in value.items())
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [of(each) for each in value]
     if isinstance(value, set | frozenset):
-        return sorted(repr(plain(each)) for each in value)
+        return sorted(repr(of(each)) for each in value)
     if isinstance(value, torch.Tensor):
         return plain(value.detach().cpu().tolist())
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [type(value).__name__, plain(vars(value))]
-    if isinstance(value, LogitsProcessor | StoppingCriteria) and type(value).__hash__ is not None:
+        return [type(value).__name__, of(vars(value))]
+    if held and isinstance(value, LogitsProcessor | StoppingCriteria) and type(value).__hash__ is not None:
         if value not in _as_first_seen:
             _as_first_seen[value] = type(value).__name__  # it may hold itself
-            held = {name: each for name, each in vars(value).items() if name != "initial_timestamp"}
-            _as_first_seen[value] = [type(value).__name__, plain(held)]
+            attributes = {name: each for name, each in vars(value).items() if name != "initial_timestamp"}
+            _as_first_seen[value] = [type(value).__name__, of(attributes)]
         return _as_first_seen[value]
     return type(value).__name__
 
 
-def plain_options(each_prompt: Sequence[Options]) -> Any:
+def plain_options(each_prompt: Sequence[Options], held: bool = False) -> Any:
     """The options of all prompts. What has no effect on results, such as a streamer, may be on one rank alone."""
     ways = list(dict.fromkeys(each_prompt))  # each for many prompts
     number = {id(each): place for place, each in enumerate(ways)}
     unlike = {"tokenizer": None, "streamer": None}
     settings = [[each.config.to_dict(), {**vars(each.arguments), **unlike}] for each in ways]
-    return plain([[number[id(each)] for each in each_prompt], settings])
+    return plain([[number[id(each)] for each in each_prompt], settings], held)
