@@ -103,6 +103,8 @@ class Stream(Iterator[T]):
     def __next__(self) -> T:
         try:
             result = next(self._generator)
+        except KeyboardInterrupt as interrupt:
+            raise interrupt.with_traceback(None) from None  # without a frame of the generator
         except GeneratorBusyError:
             if not self._has_begun:
                 self._generator = self._begin()
