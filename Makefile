@@ -10,7 +10,8 @@
 #   make test-ray      the tests that start a cluster of Ray's, which others skip where Ray is not installed
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make test-newest   the same on the newest torch and transformers that were tried
-#   make sweep         every class of transformers against model.generate, and docs/models.md anew (five minutes on two cores)
+#   make sweep         every class of the newest transformers against model.generate, and docs/models.md anew (five minutes
+#                      on two cores)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
 #   make kernel-page   what each kernel takes on chip on each generation of cards, and docs/kernels-by-card.md anew
 #   make pictures      draw the README's pictures anew
@@ -107,8 +108,8 @@ test-newest: $(INSTALLED_NEWEST)
 
 SWEEP := tests/sweep_models.py --jobs $(JOBS)
 
-sweep: $(INSTALLED)
-	@$(VENV)/bin/python $(SWEEP) $(or $(ARGS),--write-page)
+sweep: $(INSTALLED_NEWEST)
+	@$(VENV_NEWEST)/bin/python $(SWEEP) $(or $(ARGS),--write-page)
 
 kernel-page: $(INSTALLED)
 	@$(VENV)/bin/python tests/compile_for_cards.py

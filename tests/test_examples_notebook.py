@@ -9,13 +9,13 @@ import sys
 from typing import Any
 
 import pytest
+from support_peft_version import skip_where_transformers_refuses_peft
 from support_real_model import ROOT, load_once, small_model
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 pytest.importorskip("pandas")
-pytest.importorskip("peft")
 
 PATH = ROOT / "examples" / "tour.ipynb"
 # transformers 5.17 warns of what its own pipelines do, and of the defaults that they set.
@@ -28,6 +28,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The outputs of each code cell, by its id."""
     if not small_model.is_available():
         pytest.skip(small_model.why_not_available())
+    skip_where_transformers_refuses_peft()
     if not small_model.FOLDER.exists():
         load_once()  # unpacks it, which takes longer than a cell may
     folder = tmp_path_factory.mktemp("tour")
