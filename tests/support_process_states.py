@@ -144,7 +144,8 @@ def _tensors(model: Any, **options: Any) -> list[Any]:
     out = made(model).generate(
         input_ids=IDS, attention_mask=MASK, pad_token_id=0, max_new_tokens=4, eos_token_id=[5, 17, 40], **options
     )
-    return [list(item) if isinstance(item[1], torch.Tensor) else [item[0], *item[1]] for item in out.items()]
+    told = {name: value for name, value in out.items() if name not in ("past_key_values", "cache")}
+    return [list(item) if isinstance(item[1], torch.Tensor) else [item[0], *item[1]] for item in told.items()]
 
 
 def _scores(model: Any) -> list[Any]:

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.pipelines.pt_utils import KeyDataset
 
 from hf_batchllm import UnsupportedOptionError, accelerated
+from hf_batchllm.integrations.pipeline_task import register_tasks
 
 PREFILLED = [*CHATS[0], {"role": "assistant", "content": "w33 w34"}]
 
@@ -293,6 +294,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 def test_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load_once()
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    register_tasks()
     start = "Answer in one word.\nQ: What is the capital of Italy?\nA: Rome\nQ: What is the capital of "
     texts = [f"{start}{land}?\nA:" for land in ("France", "Germany")]
     chats = [[{"role": "user", "content": f"The capital of {land} is"}] for land in ("France", "Germany")]
