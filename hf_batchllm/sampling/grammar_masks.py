@@ -80,8 +80,9 @@ class _Follower:
 
     def is_whole_with(self, token: int) -> bool:
         """Whether the answer would be a whole one with this token, which may come next."""
-        tried = self.matcher.deep_copy()
-        return tried.consume_token(token) and tried.is_accepting()
+        whole = self.matcher.consume_token(token) and self.matcher.is_accepting()
+        self.matcher.rollback(1)  # a copy would take time that grows with the answer
+        return whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +269,7 @@ class GrammarMasks:
                 if token < self._compiled.vocabulary:
                     bits[ending, token // WORD] |= np.uint32(1 << token % WORD)
                     # A token of the answer's own may be an end token, too: a comma, say. It would cut the answer off.
-                    cuts = [row for row in going[_has(bits[going], token)] if not followers[row].is_whole_with(token)]
+                    cuts = [row for row in going[_has(bits, token)[going]] if not followers[row].is_whole_with(token)]
                     _clear(bits, cuts, token)
                     for row in cuts:
                         if not bits[row].any() and not requests[row].done:
