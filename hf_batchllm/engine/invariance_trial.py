@@ -3,7 +3,7 @@
 In which order numbers are added up is a matter of libraries and cards. So a made-up sequence is run alone, beside
 others and its own copies, and its last tokens once more by themselves, in steps of several sizes. All must give the
 same logits, and put the same K and V into the cache. On a CPU each token must do so at each place of a pass. The first
-call with a model does all this: it takes as long as a few steps, and on a GPU the first of a process also times
+call with a model does all this: it takes as long as some dozen steps, and on a GPU the first of a process also times
 products. On a CPU the first call with many tokens tries wide passes as well.
 """
 
@@ -213,11 +213,15 @@ def _first_difference(
         if not all(map(torch.equal, written(), first_written)):
             return f"in the K and V of {where}"
     if steps.places:
-        # An odd number of tokens: each comes to each place. Two rows of a pass read the same pages, so each by itself.
-        if not bool((logits([_whole(ours, each) for each in pages]) == alone).all()):
-            return f"in a step of {len(pages)} copies"
+        # Rows of a pass must not write to the same place, so there are copies of the keys and values.
+        kept = [tensor for pair in storage.pairs() for tensor in pair]
+        begins = [copy.start * storage.page_size for copy in pages]
+        for tensor in kept:
+            for begin in begins[1:]:
+                tensor[begin : begin + steps.tokens] = tensor[: steps.tokens]
         first = None
-        for begin in range(0, steps.places * steps.tokens, steps.places):  # one pass at a time: logits take memory
+        # An odd number of tokens, so that each comes to each place. One pass at a time, as logits take memory.
+        for begin in range(0, steps.places * steps.tokens, steps.places):
             turns = range(begin, begin + steps.places)
             tokens = [turn % steps.tokens for turn in turns]
             mine = [_whole(ours[: at + 1], pages[turn % len(pages)]) for turn, at in zip(turns, tokens, strict=True)]
@@ -225,6 +229,9 @@ def _first_difference(
             first = found[: steps.tokens] if first is None else first
             if not torch.equal(found, first[tokens]) or not torch.equal(first[-1], alone):
                 return "at another place of a step"
+        for tensor, wanted in zip(kept, first_written, strict=True):
+            if not all(torch.equal(tensor[begin : begin + steps.tokens], wanted) for begin in begins):
+                return "in the K and V at another place of a step"
     return None
 
 
