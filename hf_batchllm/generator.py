@@ -317,7 +317,7 @@ class BatchGenerator:
                 inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
             finished.inputs, finished.expected, self.interrupted = inputs, len(inputs.items), None
-            finished.index = index_of(*given[:2])
+            finished.index = index_of(given[1] if given[0] is None else given[0])
             outputs = ScoreOutputs(job)
             with bars_wanted(progress), job.problems_named():
                 call.begin(job.job, outputs, strict)

@@ -69,7 +69,7 @@ def either(names: Iterable[str]) -> str:
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """``other weights and another config``: what has another digest; empty if nothing does that both tell of."""
+    """Names the digests that differ: ``other weights and another config``. What one of them lacks is not compared."""
     names = [name for name in one if name in other and one[name] != other[name]]
     words = [f"other {name}" if name.endswith("s") else f"another {name}" for name in names]
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

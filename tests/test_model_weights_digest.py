@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import build
+from support_word_tokenizer import word_tokenizer
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.model.fingerprint import fingerprint
@@ -158,6 +159,16 @@ def test_adapters_are_told_apart_from_weights(kind: str) -> None:
     assert differing(before, fingerprint(model)) == "other adapters"
     if kind == "lora":
         assert differing(before, fingerprint(copy.deepcopy(model).unload())) == "other adapters"
+        louder: Any = copy.deepcopy(build_adapted(kind))
+        next(each for each in louder.modules() if hasattr(each, "lora_A")).scaling["a"] *= 2
+        assert differing(before, fingerprint(louder)) == "other adapters"
     with torch.no_grad():
         next(each for name, each in model.named_parameters() if "embed_tokens" in name)[1] += 1
     assert differing(before, fingerprint(model)) == "other weights and other adapters"
+
+
+def test_a_padding_token_that_is_set_changes_no_fingerprint() -> None:
+    tokenizer = word_tokenizer(97)
+    before = fingerprint(build("llama"), tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    assert differing(before, fingerprint(build("llama"), tokenizer)) == ""

@@ -94,6 +94,7 @@ def test_a_column_of_prompts_keeps_its_index() -> None:
     scores = make().score(asked["ask"], choices=[" w5", " w6"])
     assert list(scores.to_pandas().index) == [7, 7, 9, 9, 1, 1] and list(scores[3:].to_pandas().index) == [9, 1, 1]
     assert list(make().score(None, asked["ask"] + " w4").to_pandas().index) == [7, 9, 1]
+    assert list(make().score("w5", pd.Series([" w6", " w7"], index=[4, 2])).to_pandas().index) == [0, 1]
 
 
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ class RecordEngine:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Of the model and its tokenizer."""
+        """Digests of the model and its tokenizer."""
         found: dict[str, str] = self.ask(_fingerprint)
         return found
 

@@ -13,12 +13,12 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from .options import Options
 
-# Of processors and criteria: they may count what they have seen, which is not the same in each process.
+# Processors and criteria may count what they have seen, which is not the same in each process.
 _as_first_seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def plain(value: Any, held: bool = False) -> Any:
-    """As what has the same repr in each process. Objects count by their classes.
+    """Makes a value one whose repr is the same in each process. Objects count by their classes.
 
     held: processors and criteria count by their attributes, too.
     """

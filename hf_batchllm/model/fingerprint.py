@@ -22,6 +22,7 @@ _NO_PART = -(1 << 63)
 _IDLE = frozenset(
     [
         *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict"),
+        *("cache_implementation", "cache_config", "compile_config", "disable_compile"),
         *("output_attentions", "output_hidden_states", "name_or_path", "tokenizer_file", "vocab_file"),
     ]
 )
@@ -30,7 +31,8 @@ _IDLE = frozenset(
 def fingerprint(model: nn.Module, tokenizer: Any = None, ranks: TensorRanks | None = None) -> dict[str, str]:
     """A digest of each thing that answers depend on: of every byte of weights, adapters and buffers, and of the rest.
 
-    They are the same in every process, on every device, and when the model is saved and loaded again.
+    They are the same in every process, on every device, and when the model is saved and loaded again. Where ranks have
+    a model together, they also depend on the number of these.
 
     tokenizer: a processor, too. Without one, nothing is said about it.
     ranks: those that have the model together, each of which must ask.
@@ -47,6 +49,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, ranks: TensorRanks | No
     if ranks is not None and ranks.size > 1:
         said = {name: _of_all(ranks, name, number) for name, number in said.items()}
     digests = {name: f"{number & (1 << 64) - 1:016x}" for name, number in said.items()}
+    digests["adapters"] = _of_values([digests["adapters"], [getattr(layer, "scaling", None) for layer in layers]])
     digests["config"] = _of_values(inner.config.to_diff_dict())
     generation = inner.generation_config
     digests["generation config"] = _of_values(None if generation is None else generation.to_diff_dict())
@@ -70,7 +73,7 @@ def _of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> int:
 
 
 def _unwrapped(name: str) -> str:
-    """As the name is without what PEFT and ``torch.compile`` put around modules."""
+    """The name without what PEFT and ``torch.compile`` put around modules."""
     return ".".join(each for each in name.split(".") if each not in (*_WRAPPED, "_orig_mod"))
 
 
@@ -116,7 +119,7 @@ def _lasting(value: Any) -> Any:
 
 
 def _of_tokenizer(given: Any) -> dict[str, str]:
-    """What a call may change is left out: padding and truncation."""
+    """What changes no prompt is left out: padding, its token, and truncation, which calls set anew."""
     inner = getattr(given, "tokenizer", given)  # of a processor
     backend = getattr(inner, "backend_tokenizer", None)
     if backend is not None:
@@ -126,7 +129,7 @@ def _of_tokenizer(given: Any) -> dict[str, str]:
         made_of = [inner.get_vocab() if hasattr(inner, "get_vocab") else None, getattr(inner, "init_kwargs", None)]
     made_of += [
         type(inner).__name__,
-        getattr(inner, "special_tokens_map", None),
+        {name: each for name, each in getattr(inner, "special_tokens_map", {}).items() if name != "pad_token"},
         *(getattr(inner, name, None) for name in ("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")),
         given.to_dict() if inner is not given and hasattr(given, "to_dict") else None,
     ]

@@ -235,7 +235,7 @@ class GeneratorPool:
             given = contexts, continuations, choices, on_error, adapter, chat_options
             work = checked_score_work(ask, *given, self._config)
             finished, took = work.finished(), time.perf_counter() - began
-            finished.index = index_of(contexts, continuations)
+            finished.index = index_of(continuations if contexts is None else contexts)
             for result in self._results(work, finished, on_error == "raise", progress, took):
                 finished.results[work.key(result)] = result
             result = ScoreResult([*finished.results.values(), *work.failures()], finished.report)

@@ -43,7 +43,7 @@ from .work import ScoreWork, Work
 
 W = TypeVar("W", bound=Work)
 _NO_STREAM = "a RankGenerator has no `stream`: results come in the end. A BatchGenerator has it, and a GeneratorPool"
-_THE_SAME = "each rank has to pass the same prompts and options"
+_THE_SAME = "each rank has to pass the same prompts and options, and processors with the same attributes"
 
 
 class RankGenerator:
@@ -86,6 +86,7 @@ class RankGenerator:
         self._everywhere = everywhere
         self._calls = 0
         self._fingerprint: dict[str, str] = {}
+        self._written: list[tuple[int, int]] | None = None  # the weights that it was taken of
         self._running = self._closed = False
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
@@ -176,7 +177,9 @@ class RankGenerator:
             given = contexts, continuations, choices, on_error, adapter, chat_options
             return checked_score_work(self._generator.checked_scores, *given, self.config)
 
-        work, finished = self._run(make, on_error == "raise", progress, None, index_of(contexts, continuations))
+        work, finished = self._run(
+            make, on_error == "raise", progress, None, index_of(continuations if contexts is None else contexts)
+        )
         result = ScoreResult([*finished.results.values(), *self._failures(work)], finished.report)
         result._index = finished.index
         return result
@@ -269,10 +272,7 @@ class RankGenerator:
         try:
             work = make()
             said["asked"] = digest_of(work, seed is not None, self._everywhere)
-            # A tokenizer's takes a second where the vocabulary is large: once is enough.
-            tokenizer = None if self._fingerprint else self._generator._tokenizer.found()
-            self._fingerprint |= fingerprint(self.model, tokenizer)
-            said["model"] = self._fingerprint
+            said["model"] = self._fingerprint_now()
             drawn = seed is None and work.job.seed is not None
             said["seed"], said["costs"] = work.job.seed if drawn else None, self._generator.token_costs()
         except Exception as error:
@@ -290,6 +290,15 @@ class RankGenerator:
         if drawn:
             work.job = replace(work.job, seed=everybody[0]["seed"])
         return work, everybody[0]["costs"]
+
+    def _fingerprint_now(self) -> dict[str, str]:
+        """Taken anew once a weight was written to: in a training, between two calls."""
+        written = [(each.data_ptr(), each._version) for each in self.model.parameters()]
+        if written != self._written:
+            tokenizer = None if self._fingerprint else self._generator._tokenizer.found()
+            self._fingerprint |= fingerprint(self.model, tokenizer)
+            self._written = written
+        return self._fingerprint
 
     def _split_of_first(self, name: str, work: Work, costs: Any) -> Split:
         """The first rank's: other versions of NumPy might come to another one."""

@@ -27,11 +27,12 @@ def prompt_column(prompts: list[Any]) -> tuple[str, list[Any]]:
     return ("prompt" if any(isinstance(prompt, list) for prompt in prompts) else "string"), prompts
 
 
-def index_of(*given: Any) -> Any:
-    """The index of the first pandas Series among what a call was given; None without one, or for one of token ids."""
+def index_of(prompts: Any) -> Any:
+    """The index of a pandas Series of prompts; None for all else. A Series of token ids is one prompt."""
     pandas = sys.modules.get("pandas")  # where it is not loaded, nothing is a Series
-    series = [each for each in given if pandas is not None and isinstance(each, pandas.Series)]
-    return series[0].index if series and series[0].dtype.kind not in "iu" else None
+    if pandas is None or not isinstance(prompts, pandas.Series) or prompts.dtype.kind in "iu":
+        return None
+    return prompts.index
 
 
 def table_of(columns: Columns, index: Any) -> pandas.DataFrame:

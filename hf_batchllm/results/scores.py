@@ -105,7 +105,7 @@ class ScoreResult(Sequence[Score]):
     """
 
     _is_slice = False  # then the report is about more scores than these
-    _index: Any = None  # of the pandas Series of contexts, or of continuations
+    _index: Any = None  # of the pandas Series of contexts, or of the continuations of none
 
     def __init__(
         self,
