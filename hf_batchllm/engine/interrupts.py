@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import GeneratorBusyError
 from .call import Call
@@ -115,8 +115,8 @@ class Stream(Iterator[T]):
     def close(self) -> None:
         self._generator.close()
 
-    def throw(self, error: BaseException) -> T:
-        return self._generator.throw(error)
+    def throw(self, *error: Any) -> T:
+        return self._generator.throw(*error)
 
 
 def _bare(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:

@@ -11,11 +11,11 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 from ..errors import UnsupportedOptionError
 from ..inputs.options import Options
 from ..inputs.padded_batch import PaddedBatch
+from ..patches.attention_interface import CACHE_NAME
 from ..results.generations import BatchResult
 from .beams.outputs import beam_output, filling
 from .call import Call
 
-_CACHE = "past_key_values" if "past_key_values" in GenerateDecoderOnlyOutput.__annotations__ else "cache"
 _GO_ON = (
     "pass the whole conversation anew, with its images. Or begin it with the model's own `generate`, outside of "
     "`accelerated`, which returns its cache"
@@ -62,5 +62,5 @@ def as_tensors(
         beside: dict[str, Any] = {} if tensors is None else dict(tensors.outputs(longest, sequences.device, lengths))
         output = GenerateDecoderOnlyOutput(**{"sequences": sequences, **beside})
     if options.config.use_cache is not False:  # as in ``generate``
-        output[_CACHE] = NoCache()
+        output[CACHE_NAME] = NoCache()
     return output

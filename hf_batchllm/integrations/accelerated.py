@@ -131,9 +131,8 @@ class _EndTogether:
         rules = job.rules[0]
         rows, self._width = job.rows.shape
         self._criteria, self._stop_tokens, self._padding = rules.others, rules.stop_tokens, job.options[0].pad_token_id
-        self._found = [
-            [0] * rows for _ in self._criteria
-        ]  # new tokens of a row when it first held the string; 0: never
+        # The new tokens of each row when it first held the string; 0: never.
+        self._found = [[0] * rows for _ in self._criteria]
         self._length: int | None = None  # new tokens of all rows in the end
         self.job = replace(job, rules=[replace(rules, others=(), factory=self._of_row)] * len(job.rules))
 
