@@ -7,6 +7,7 @@ for the whole process; so unless it was, ``test_kernels_interpreted`` runs them 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,30 @@ alone_on_the_gpu = pytest.mark.skipif(
     reason="takes all memory of the device: run this file alone, with -n 0 or -n 1",
 )
 plain = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
+
+
+@pytest.fixture
+def products_by_place() -> Iterator[None]:
+    """Under the interpreter `tl.dot` is a plain sum, so that a row's bits depend on its place as little as on a GPU.
+
+    The interpreter takes NumPy's matrix product, and on some processors that computes rows at one place with other
+    instructions than rows at another.
+    """
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        total = np.zeros_like(d.data)
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., k, None, :]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
 
 
 def draw(rng: np.random.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
