@@ -36,7 +36,7 @@ INSTALLED_NEWEST := $(VENV_NEWEST)/.installed
 # An environment with everything does for the demonstration, too.
 INSTALLED_DEMO := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
-# Nothing is asked of the model hub, and each test worker keeps to one core.
+# Nothing is asked of the model hub.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -50,11 +50,14 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(INSTALLED_DEMO)
 	@$(VENV)/bin/python examples/quickstart.py
 
+# Each test worker keeps to one core. Where a test has several threads, those that wait leave the cores to the others.
+ONE_CORE := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+
 # Of tests that take long a part of the cases is run: all with `make test CASES=all`.
 CASES := some
 
 test: lint
-	@CASES=$(CASES) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+	@CASES=$(CASES) $(ONE_CORE) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
 
 # Where PYTHON and JOBS are not given, tests on a GPU have defaults of their own.
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)),$(PYTHON))
@@ -101,10 +104,10 @@ test-ray: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/test_ray_cluster.py tests/test_ray_parts.py $(ARGS)
 
 test-oldest: $(INSTALLED_OLDEST)
-	@OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(ONE_CORE) $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-newest: $(INSTALLED_NEWEST)
-	@OMP_NUM_THREADS=1 $(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(ONE_CORE) $(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
 
 SWEEP := tests/sweep_models.py --jobs $(JOBS)
 
