@@ -28,7 +28,6 @@ from hf_batchllm import (
     UnsupportedModelError,
     accelerated,
 )
-from hf_batchllm.integrations.pipeline_task import register_tasks
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches.attention_swap import AttentionSwap
 
@@ -496,9 +495,5 @@ def test_pipelines_of_other_kinds_are_refused_by_name() -> None:
     other = pipeline("feature-extraction", model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
     with pytest.raises(UnsupportedModelError, match=r"not one for feature-extraction: .*accelerated\(pipe.model\)"):
         accelerated(other).__enter__()
-    register_tasks()
-    ours = pipeline("batch-text-generation", model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
-    with pytest.raises(UnsupportedModelError, match=r"leave accelerated\(\) out"):
-        accelerated(ours).__enter__()
     with throughout(Other(model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")) as pipe:
         pipe(TEXTS, **GREEDY)

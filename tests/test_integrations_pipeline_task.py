@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from transformers import TextGenerationPipeline
+import pytest
+from support_accelerated import word_tokenizer
+from support_families import build
+from transformers import TextGenerationPipeline, pipeline
 from transformers.pipelines import check_task, get_supported_tasks
 
+from hf_batchllm import UnsupportedModelError, accelerated
 from hf_batchllm.integrations.image_pipeline import BatchImageTextToTextPipeline
 from hf_batchllm.integrations.pipeline import BatchTextGenerationPipeline
 from hf_batchllm.integrations.pipeline_task import register_tasks
@@ -59,3 +63,10 @@ def test_one_line_adds_them() -> None:
         assert not hasattr(its_class, "_registered_impl")
     assert not hasattr(TextGenerationPipeline, "_registered_impl")
     assert set(get_supported_tasks()) >= set(TASKS)
+
+
+def test_accelerated_has_nothing_to_add() -> None:
+    register_tasks()
+    ours = pipeline("batch-text-generation", model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"leave accelerated\(\) out"), accelerated(ours):
+        pass
