@@ -28,11 +28,11 @@ plain = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 
 
 @pytest.fixture
-def products_by_place() -> Iterator[None]:
-    """Under the interpreter `tl.dot` is a plain sum, so that a row's bits depend on its place as little as on a GPU.
+def dot_without_blas() -> Iterator[None]:
+    """Under the interpreter a plain sum takes the place of `tl.dot`, and a row has the same bits at every place.
 
-    The interpreter takes NumPy's matrix product, and on some processors that computes rows at one place with other
-    instructions than rows at another.
+    The interpreter's own is NumPy's matrix product. BLAS computes it, and on some processors takes other instructions
+    for some rows of a block than for others.
     """
     if not INTERPRETED:
         yield

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support_attention_cases import Variant, assert_near
 from support_fixed_cases import GROW, FixedCase, attended, fixed_case, row_by_row, some_of
-from support_kernels import DEVICE, kernel, plain, products_by_place  # noqa: F401
+from support_kernels import DEVICE, dot_without_blas, kernel, plain  # noqa: F401
 
 from hf_batchllm.kernels import fixed_attention_torch, fixed_attention_triton
 from hf_batchllm.kernels.fixed_lists import PART, build_fixed
@@ -67,7 +67,7 @@ def test_twins(seed: int) -> None:
 
 @pytest.mark.some_cases
 @kernel
-@pytest.mark.usefixtures("products_by_place")
+@pytest.mark.usefixtures("dot_without_blas")
 @pytest.mark.parametrize(
     "variant",
     [SMALL, replace(SMALL, window=300), replace(SMALL, dtype=F16, softcap=1.5, window=20), replace(SMALL, sinks=True)],
@@ -93,7 +93,7 @@ def test_on_a_gpu(seed: int, variant: Variant) -> None:
 
 
 @kernel
-@pytest.mark.usefixtures("products_by_place")
+@pytest.mark.usefixtures("dot_without_blas")
 def test_shapes() -> None:
     for variant in (Variant(7, 1, 16, 16, 16, F32), Variant(6, 2, 24, 16, 32, F32), Variant(3, 1, 16, 40, 64, F32)):
         check(fixed_attention_triton, fixed_case(2, variant, runs=3, most=PART, chunks=5), DEVICE)

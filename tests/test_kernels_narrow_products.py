@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support_kernels import DEVICE, GPU, draw, kernel, plain, products_by_place  # noqa: F401
+from support_kernels import DEVICE, GPU, dot_without_blas, draw, kernel, plain  # noqa: F401
 
 from hf_batchllm.kernels import narrow_products_torch, narrow_products_triton
 from hf_batchllm.patches.narrow_products import is_narrow, row_by_row_linear
@@ -41,7 +41,7 @@ def test_beside_the_twin(columns: int, depth: int, dtype: torch.dtype) -> None:
 
 
 @kernel
-@pytest.mark.usefixtures("products_by_place")
+@pytest.mark.usefixtures("dot_without_blas")
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=str)
 def test_rows_have_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(1)
