@@ -112,7 +112,7 @@ def test_few_answers_part_over_plain_attention(family: str) -> None:
 @pytest.mark.parametrize("family", family_params(FAMILIES))
 def test_answers_part_at_near_ties_alone(family: str) -> None:
     for config in CONFIGS:
-        check(compare(family, "cuda", **config))
+        check(compare(family, "cuda", 100, 16, **config))
 
 
 def check(comparison: Comparison) -> None:
