@@ -65,7 +65,8 @@ GPU_JOBS = $(if $(filter file,$(origin JOBS)),$(shell expr `getconf _NPROCESSORS
 # These take the memory of the whole GPU, so they run after all others, alone.
 GPU_MEMORY := tests/test_engine_kv_memory_gpu.py tests/test_engine_out_of_memory_gpu.py
 # No pytest-timeout or pytest-xdist may be there, whose settings and marks strict options would refuse.
-GPU_PYTEST = OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -o addopts=-rs -m gpu
+# Most of the time goes into compiling kernels, of which a seventh is for line numbers that a debugger would show.
+GPU_PYTEST = OMP_NUM_THREADS=1 TRITON_DISABLE_LINE_INFO=1 $(GPU_PYTHON) -m pytest -o addopts=-rs -m gpu
 
 test-gpu:
 	@for name in pytest hypothesis numpy torch transformers triton; do \
