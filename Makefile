@@ -23,7 +23,8 @@
 # runs with that interpreter and what is installed there, otherwise with .venv if there is one.
 
 PYTHON ?= python3
-JOBS ?= 2
+# One more than two cores: many tests wait for processes that they start.
+JOBS ?= 3
 ARGS ?=
 SECONDS ?= 60
 
