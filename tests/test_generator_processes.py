@@ -34,6 +34,7 @@ def _in_fork(work: Callable[[], Any], patience: float = 120) -> Any:
     ours, theirs = context.Pipe(duplex=False)
 
     def run() -> None:
+        torch.set_num_threads(1)  # GNU's OpenMP has no other threads after a fork, and would wait for them for ever
         try:
             theirs.send(work())
         except BaseException as error:
