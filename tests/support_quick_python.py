@@ -231,6 +231,7 @@ def _folders() -> list[str]:
 def _run(asked: Asked) -> None:
     try:
         if any(os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in _folders()):
+            sys.modules.pop("sitecustomize", None)  # Debian's Python has one, and has imported it
             importlib.import_module("sitecustomize")
         _SERVER_ITSELF.append(sys.modules["__main__"])
         if asked.kind == "-m":
