@@ -37,7 +37,8 @@ from .pages_triton import (
 from .work_lists import CHUNK_FIELDS, PrefillWork
 
 _CHUNK_FIELDS = tl.constexpr(CHUNK_FIELDS)
-_GLUON_VERSIONS = ((3, 6), (3, 7))  # Gluon still changes: versions of Triton with which the kernel has been compiled
+# Gluon still changes: versions of Triton with which the kernel has been compiled.
+_GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 def for_hopper() -> ModuleType | None:
