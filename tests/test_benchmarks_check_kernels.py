@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support_kernels import GPU
+from support_kernels import GPU, takes_all_masks
 from support_quick_python import run
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 
 
+@takes_all_masks
 def test_each_kernel_has_its_line() -> None:
     """As one starts it: it chooses the interpreter by itself."""
     command = [sys.executable, "check_kernels.py", "--cases", "1"]

@@ -18,7 +18,7 @@ from support_families import build
 from support_kernel_check import CPU, LAYERS
 from support_kernel_check import checking as checking  # a fixture
 from support_kernel_check import nothing_remembered as nothing_remembered  # a fixture of all tests here
-from support_kernels import plain
+from support_kernels import plain, takes_all_masks
 from support_parity import assert_parity
 from support_pool import is_running
 
@@ -41,7 +41,7 @@ ENDS = {
 
 @pytest.mark.some_cases
 @plain
-@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=takes_all_masks) if way == "wrong" else way for way in ENDS])
 def test_a_broken_kernel_ends_in_plain_pytorch(
     way: str, checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -233,5 +233,7 @@ def assert_no_register_is_spilled(compiled: Names) -> None:
 
 def assembled(ptx: str) -> str:
     """What the assembler says of registers."""
-    command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", "-o", os.devnull, "-"]
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", "-o", os.devnull, "-"]
     return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
