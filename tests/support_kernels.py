@@ -31,8 +31,9 @@ plain = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 
 # Triton 3.9's interpreter turns what a comparison of scalars says into a number, and refuses that as a mask.
 _TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "0.0"
+_REFUSES_MASKS = _TRITON.startswith("3.9.")
 takes_all_masks = pytest.mark.skipif(
-    not GPU and _TRITON.startswith("3.9."), reason=f"Triton {_TRITON}'s interpreter refuses some masks"
+    _REFUSES_MASKS and not GPU, reason=f"Triton {_TRITON}'s interpreter refuses some masks"
 )
 
 
@@ -50,7 +51,7 @@ def _read_masks_as_truth() -> None:
         setattr(InterpreterBuilder, name, reading(getattr(InterpreterBuilder, name), place))
 
 
-if INTERPRETED:
+if INTERPRETED and _REFUSES_MASKS:
     _read_masks_as_truth()
 
 
