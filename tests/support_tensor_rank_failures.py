@@ -22,13 +22,21 @@ from hf_batchllm.model.runner import ModelRunner
 def interrupted_while_waiting(name: str) -> Any:
     """By a terminal, all of them: one plans for long, and the others wait for what it will say."""
 
+    files = [FOLDER / f"plans-{rank}" for rank in range(RANKS - 1)]
+
     def prompts() -> Any:
-        if RANK == RANKS - 1:
+        if RANK < RANKS - 1:
+            files[RANK].write_text(str(os.getpid()))
+        else:
+            while not all(each.exists() and each.read_text() for each in files):
+                time.sleep(0.01)
+            time.sleep(0.5)  # by then the others wait; if they do not yet, they are in the call all the same
+            for process in (*(int(each.read_text()) for each in files), os.getpid()):
+                os.kill(process, signal.SIGINT)
             time.sleep(1.0)
         yield [1, 2, 3]
 
     with BatchGenerator(sharded(name)) as gen:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         found = error_of(lambda: gen.generate(prompts(), max_new_tokens=4, **QUIET))
         return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
 
