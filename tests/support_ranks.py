@@ -23,7 +23,7 @@ main()
 
 
 def run_ranks(
-    script: str, folder: Path, count: int, *cases: str, on: str = "cpu", timeout: float = 200
+    script: str, folder: Path, count: int, *cases: str, on: str = "cpu", timeout: float = 280
 ) -> list[dict[str, Any]]:
     """What each rank found. script: its name in this folder. on: the kind of device that it uses."""
     command = [sys.executable, "-c", LAUNCH, "--standalone", "--nproc-per-node", str(count)]
