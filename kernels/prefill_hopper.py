@@ -34,7 +34,8 @@ _ENTRY_FIELDS = gl.constexpr(ENTRY_FIELDS)
 _LONGEST_BOX = gl.constexpr(BOX_OF_DESCRIPTORS)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name before Triton 3.9
+# The second is its name before Triton 3.9.
+_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 LINES = 64  # of a side
 _SHARED = 227 * 1024 - 2048  # bytes that a block may have, less room for barriers and the division into sides
@@ -112,10 +113,10 @@ def _copy_pages(
             used = (turn // STAGES + 1) & 1  # a fresh barrier counts as past its second phase
             mbarrier.wait(k_empty.index(stage), used)
             mbarrier.expect(k_full.index(stage), k_pages.block_type.nbytes)
-            _load(k_pages, [page, start, kv_head, 0], k_full.index(stage), k_boxes.index(stage))
+            _tma_load(k_pages, [page, start, kv_head, 0], k_full.index(stage), k_boxes.index(stage))
             mbarrier.wait(v_empty.index(stage), used)
             mbarrier.expect(v_full.index(stage), v_pages.block_type.nbytes)
-            _load(v_pages, [page, start, kv_head, 0], v_full.index(stage), v_boxes.index(stage))
+            _tma_load(v_pages, [page, start, kv_head, 0], v_full.index(stage), v_boxes.index(stage))
             page = next_page
             tokens = next_tokens
             first = next_first

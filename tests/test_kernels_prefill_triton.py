@@ -195,6 +195,7 @@ def test_large_tiles_where_they_pay(chunks: int, rows: int, takes: bool) -> None
 @plain
 def test_each_device_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have cards of two generations."""
+    monkeypatch.setattr("triton.__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index == 102 else (9, 0))
     wide = []
