@@ -97,6 +97,28 @@ def test_at_any_line_of_making_one() -> None:
         assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.parametrize("at", [1, 9])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_as_gradients_are_turned_off(
+    streamed: bool, at: int, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nothing else turns them on again."""
+    before, generator = fingerprint(build(FAMILY)), make()
+    enter, count = torch.no_grad.__enter__, [0]
+
+    def interrupted(self: torch.no_grad) -> None:
+        enter(self)
+        count[0] += 1
+        if count[0] == at:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.no_grad, "__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(generator.stream(GIVEN, **OPTIONS) if streamed else generator.generate(GIVEN, **OPTIONS))
+    assert_as_before(generator, before, expected)
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_by_a_signal_at_random_moments(expected: dict[int, list[int]]) -> None:
     """A real SIGINT, over all of a call: it comes out as GenerationInterrupted, unless the call was over."""

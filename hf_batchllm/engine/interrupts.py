@@ -2,7 +2,8 @@
 
 Ctrl-C may come between any two lines, those that clean up included. So a call is left twice: as a context, and by
 ``Turns.end``, which finds out whether something is still to be done. The interrupt itself holds the frames that it came
-through, and with them the KV cache: it goes on only where these frames have been left.
+through, and with them the KV cache: it goes on only where these frames have been left. An interrupt within the
+``__enter__`` of ``torch.no_grad`` leaves gradients off, so the mode of before is set again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 from ..errors import GeneratorBusyError
 from .call import Call
@@ -62,11 +65,12 @@ class Turns:
 
         ``failed`` is told of any other error, which then goes on as it is.
         """
-        turn = None
+        turn, grad_mode = None, torch.is_grad_enabled()
         try:
             turn = Turn()
             return body(turn), None
         except KeyboardInterrupt as interrupt:
+            torch.set_grad_enabled(grad_mode)
             self.end(turn)
             kept = _bare(interrupt)
         except BaseException as error:
@@ -101,9 +105,11 @@ class Stream(Iterator[T]):
         self._has_begun = False
 
     def __next__(self) -> T:
+        grad_mode = torch.is_grad_enabled()
         try:
             result = next(self._generator)
         except KeyboardInterrupt as interrupt:
+            torch.set_grad_enabled(grad_mode)
             raise interrupt.with_traceback(None) from None  # without a frame of the generator
         except GeneratorBusyError:
             if not self._has_begun:
