@@ -1,4 +1,4 @@
-"""``GenerateStep``: documents in, documents with answers in their metadata out."""
+"""A step of a datatrove pipeline that generates: ``GenerateStep``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from itertools import islice
 from typing import Any
 
 import torch
-from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 
-from ..config import BatchConfig
-from ..errors import ConfigError
-from ..files.records.templates import MissingField, Template
-from ..generator import BatchGenerator
-from ..pool.loaders import load_in_worker, loader_for, sendable_tokenizer
-from ..results.generations import Generation
-from ..wording import a_kind, is_whole, shown
+try:
+    from datatrove.data import Document
+    from datatrove.pipeline.base import PipelineStep
+except ModuleNotFoundError as missing:
+    why = "hf_batchllm.datatrove needs the package datatrove: pip install 'hf-batchllm[datatrove]'"
+    raise ModuleNotFoundError(why, name=missing.name) from missing
 
-Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids or a chat
+from .config import BatchConfig
+from .errors import ConfigError
+from .files.records.templates import MissingField, Template
+from .generator import BatchGenerator
+from .pool.loaders import load_in_worker, loader_for, sendable_tokenizer
+from .results.generations import Generation
+from .wording import a_kind, is_whole, shown
 
 
 class GenerateStep(PipelineStep):
@@ -49,7 +52,7 @@ class GenerateStep(PipelineStep):
         model: str | os.PathLike[str] | Callable[[], Any],
         tokenizer: Any = None,
         *,
-        prompt: str | Callable[[Document], Prompt] | None = None,
+        prompt: str | Callable[[Document], Any] | None = None,
         chat: bool = False,
         system: str | None = None,
         into: str = "generation",
@@ -60,20 +63,16 @@ class GenerateStep(PipelineStep):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._load = loader_for(model, model_options, "GenerateStep({})")
-        self._tokenizer = sendable_tokenizer(tokenizer)
-        if isinstance(prompt, str):
-            self._template: Template | None = Template(prompt)
-        elif prompt is None or callable(prompt):
-            self._template = None
-        else:
+        if not (prompt is None or isinstance(prompt, str) or callable(prompt)):
             raise ConfigError(f"`prompt` is {a_kind(prompt)}: it is a template, or a function of a document")
-        self._prompt = prompt
-        self._chat, self._system = chat or system is not None, system
         if not is_whole(window) or window < 1:
             raise ConfigError(f"`window` is {shown(window)}: it is a whole number of documents, at least 1")
         if seed is not None and not is_whole(seed):
             raise ConfigError(f"`seed` is {shown(seed)}: it is a whole number")
+        self._load = loader_for(model, model_options, "GenerateStep({})")
+        self._tokenizer = sendable_tokenizer(tokenizer)
+        self._prompt = Template(prompt) if isinstance(prompt, str) else prompt
+        self._chat, self._system = chat or system is not None, system
         self._into, self._window, self._seed = into, window, seed
         self._config, self._options = BatchConfig.of(config, {}), options
         self._gen: BatchGenerator | None = None
@@ -86,46 +85,43 @@ class GenerateStep(PipelineStep):
         documents = iter(data or ())
         try:
             while some := list(islice(documents, self._window)):
-                yield from self._answered(some)
+                self._answer(some)
+                yield from some
         finally:
             if self._gen is not None:
                 self._gen.close()
                 self._gen = None
 
-    def _answered(self, documents: Sequence[Document]) -> Iterator[Document]:
+    def _answer(self, documents: Sequence[Document]) -> None:
         if self._gen is None:
             with self.track_time("model"):
                 device = "cuda" if torch.cuda.is_available() else "cpu"
                 self._gen = BatchGenerator(*load_in_worker(self._load, self._tokenizer, device), self._config)
-        prompts: dict[int, Prompt] = {}
-        for place, document in enumerate(documents):
+        asked: list[tuple[Document, Any]] = []
+        for document in documents:
             try:
-                prompts[place] = self._prompt_of(document)
+                asked.append((document, self._prompt_of(document)))
             except MissingField as problem:
                 document.metadata[self._into] = {"error": f"this document {problem}"}
-        places, seed = list(prompts), self._seed
-        seeds = None if seed is None else [_seed_of(seed, documents[place].id) for place in places]
+        seeds = None if self._seed is None else [_seed_of(self._seed, document.id) for document, _ in asked]
         with self.track_time("window"):
-            results = self._gen.generate(
-                list(prompts.values()), seed=seeds, on_error="record", progress=False, **self._options
-            )
-        found: dict[int, list[dict[str, Any]]] = {}
-        for result in results:
-            found.setdefault(places[result.index], []).append(_as_dict(result))
-            self.stat_update("errors" if result.error is not None else "answers")
-            self.stat_update("prompt_tokens", value=len(result.prompt_token_ids))
-            self.stat_update("new_tokens", value=len(result.token_ids))
-        for place, answers in found.items():
-            documents[place].metadata[self._into] = answers[0] if len(answers) == 1 else answers
-        yield from documents
+            prompts = [prompt for _, prompt in asked]
+            result = self._gen.generate(prompts, seed=seeds, on_error="record", progress=False, **self._options)
+        for (document, _), samples in zip(asked, result.by_prompt, strict=True):
+            for sample in samples:
+                self.stat_update("errors" if sample.error is not None else "answers")
+                self.stat_update("prompt_tokens", value=len(sample.prompt_token_ids))
+                self.stat_update("new_tokens", value=len(sample.token_ids))
+            answers = list(map(_as_dict, samples))
+            document.metadata[self._into] = answers[0] if len(answers) == 1 else answers
 
-    def _prompt_of(self, document: Document) -> Prompt:
-        if self._template is not None:
-            made: Any = self._template.fill({**document.metadata, "text": document.text, "id": document.id})
+    def _prompt_of(self, document: Document) -> Any:
+        if isinstance(self._prompt, Template):
+            made: Any = self._prompt.fill({**document.metadata, "text": document.text, "id": document.id})
         else:
-            made = self._prompt(document) if callable(self._prompt) else document.text
+            made = document.text if self._prompt is None else self._prompt(document)
         if not self._chat or not isinstance(made, str):
-            return made  # type: ignore[no-any-return]
+            return made
         before = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*before, {"role": "user", "content": made}]
 
