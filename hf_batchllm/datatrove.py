@@ -13,9 +13,8 @@ import torch
 try:
     from datatrove.data import Document
     from datatrove.pipeline.base import PipelineStep
-except ModuleNotFoundError as missing:
-    why = "hf_batchllm.datatrove needs the package datatrove: pip install 'hf-batchllm[datatrove]'"
-    raise ModuleNotFoundError(why, name=missing.name) from missing
+except ModuleNotFoundError as gone:
+    raise ModuleNotFoundError("this needs datatrove: pip install 'hf-batchllm[datatrove]'", name=gone.name) from gone
 
 from .config import BatchConfig
 from .errors import ConfigError

@@ -1,7 +1,4 @@
-"""Rollouts of TRL's GRPOTrainer: ``rollout_func`` for its hook, ``RolloutMixin`` for tools and environments.
-
-What is known of the inside of TRL stands here, in the versions that the extra ``trl`` takes.
-"""
+"""Rollouts of TRL's GRPOTrainer: ``rollout_func`` for its hook, ``RolloutMixin`` for tools and environments."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from .results.run_report import RunReport
 
 __all__ = ["RolloutMixin", "Rollouts", "rollout_func"]
 
-_TRIED = "1.16"  # of TRL
+_TRIED = "1.16"  # of TRL, whose inside is known here
 
 
 class _RolloutGenerator(BatchGenerator):
