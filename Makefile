@@ -103,7 +103,7 @@ ruff: $(INSTALLED)
 # Starts clusters, which takes a minute, and installs Ray into the environment.
 test-ray: $(INSTALLED)
 	@$(VENV)/bin/pip install -q -c constraints.txt -e '.[ray]'
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/test_ray_cluster.py tests/test_ray_parts.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/test_ray.py $(ARGS)
 
 test-oldest: $(INSTALLED_OLDEST)
 	@$(ONE_CORE) $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
