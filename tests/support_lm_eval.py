@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_batchllm.generator import BatchGenerator
-from hf_batchllm.lm_eval.model import BatchLM
+from hf_batchllm.lm_eval import BatchLM
 
 TASKS = Path(__file__).parent / "support_lm_eval_tasks"
 VOCABULARY = 400

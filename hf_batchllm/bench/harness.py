@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     from lm_eval.models.huggingface import HFLM
 
-    from ..lm_eval.model import BatchLM
+    from ..lm_eval import BatchLM
 
     if asked.threads:
         torch.set_num_threads(asked.threads)
