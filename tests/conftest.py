@@ -26,7 +26,6 @@ settings.load_profile("default")
 
 # `make` installs these packages. A machine with a GPU may lack them: the header then names the files left out.
 _NEEDED_BY = {
-    "datasets": ["test_integrations_pipeline.py", "test_integrations_pipeline_life.py"],
     "lm_eval": ["test_lm_eval.py", "test_benchmarks_harness.py"],
 }
 _LEFT_OUT = {name: files for name, files in _NEEDED_BY.items() if importlib.util.find_spec(name) is None}

@@ -13,8 +13,6 @@ from support_image_prompts import PICTURED, model_of, picture, processor_of, sho
 from transformers import pipeline
 from transformers.utils.chat_template_utils import Chat
 
-from hf_batchllm.integrations.pipeline_task import register_tasks
-
 PAGE, OTHER = picture(1, 64, 96), picture(2, 96, 64)
 CHATS: list[Any] = [
     user(shows(PAGE), words(3, 4, 5)),
@@ -32,7 +30,6 @@ def made(task: str, family: str, **given: Any) -> Any:
     processor.tokenizer.pad_token, processor.tokenizer.padding_side = "w0", "left"
     model.generation_config = copy.deepcopy(model.generation_config)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    register_tasks()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         return pipeline(task, **{"model": model, "processor": processor, "device": "cpu", **given})

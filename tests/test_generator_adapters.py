@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support_accelerated import word_tokenizer
+from support_accelerated import GREEDY, TEXTS, made
 from support_adapters import EVERY, MODELS, PAGES, build, having, lora, peft, prompts, thrice, wrapped
 from support_families import FAMILIES, reference_generate
 from support_kernels import plain
-from support_pipelines import GREEDY, TEXTS, made
 from support_untouched import fingerprint
 from support_untouched import never_runs as never_runs  # a fixture
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -119,15 +118,13 @@ def test_rows_that_peft_gives_to_different_adapters_go_its_way() -> None:
 @pytest.mark.parametrize("kind", ["lora", "transformers"])
 def test_a_pipeline(kind: str) -> None:
     model = copy.deepcopy(build(kind))
-    stock = made("text-generation", model=model, tokenizer=word_tokenizer())
-    with made("batch-text-generation", model=model, tokenizer=word_tokenizer()) as pipe:
-        assert pipe(TEXTS, **GREEDY) == stock(TEXTS, **GREEDY)
-        by_name = pipe(TEXTS, adapter="b", **GREEDY)
-        model.set_adapter("b")
-        assert by_name == stock(TEXTS, **GREEDY)
-    with warnings.catch_warnings(), accelerated(stock):
-        warnings.simplefilter("error")
-        assert stock(TEXTS, **GREEDY) == by_name
+    pipe = made(model=model)
+    for name in ("a", "b"):
+        model.set_adapter(name)
+        expected = pipe(TEXTS, **GREEDY)
+        with warnings.catch_warnings(), accelerated(pipe):
+            warnings.simplefilter("error")
+            assert pipe(TEXTS, **GREEDY) == expected
 
 
 def test_a_plan_says_what_a_call_will_compute() -> None:

@@ -11,7 +11,6 @@ from support_families import build
 from transformers import pipeline
 
 from hf_batchllm import BatchGenerator, PromptError, UnsupportedOptionError, accelerated
-from hf_batchllm.integrations.pipeline_task import register_tasks
 
 FAMILY = "llama"
 CALLED = [*ASKED, {"role": "assistant", "content": "w7", "tool_calls": [{"function": {"arguments": {"x": "w8"}}}]}]
@@ -75,9 +74,6 @@ def test_every_door_continues_the_same_chats(generator: BatchGenerator, tokenize
     with accelerated(stock):
         assert stock(chats, return_full_text=False, **options) == expected
         assert stock.last_report is not None
-    register_tasks()
-    with pipeline("batch-text-generation", model=generator.model, tokenizer=tokenizer, device="cpu") as pipe:
-        assert pipe(chats, return_full_text=False, **options) == expected
     ours = generator.generate(chats, **options)
     assert [each.text for each in ours] == [row[0]["generated_text"] for row in expected]
     assert [each.prompt_token_ids for each in generator.stream(chats, **options)] == seen(generator, chats)
@@ -126,7 +122,7 @@ def test_tools_and_what_else_templates_are_given(generator: BatchGenerator, toke
     assert seen(generator, [ASKED], chat_template_kwargs={"chat_template": other}) == [[50, 51]]
 
 
-def test_the_pipelines_take_them_too(generator: BatchGenerator, tokenizer: Any) -> None:
+def test_a_pipeline_takes_them_too(generator: BatchGenerator, tokenizer: Any) -> None:
     given = {"return_tensors": True, "max_new_tokens": 2, "do_sample": False}
 
     def tokens(rows: Any) -> list[list[int]]:
@@ -138,22 +134,6 @@ def test_the_pipelines_take_them_too(generator: BatchGenerator, tokenizer: Any) 
     with accelerated(stock):
         assert tokens(stock([ASKED], tools=[WEATHER], tokenizer_encode_kwargs=NO_THOUGHT, **given)) == expected
         assert stock.last_report is not None
-    register_tasks()
-    with pipeline(
-        "batch-text-generation",
-        model=generator.model,
-        tokenizer=tokenizer,
-        device="cpu",
-        chat_template_kwargs=NO_THOUGHT,
-    ) as pipe:
-        assert tokens(pipe([ASKED, "w5"], tools=[WEATHER], **given))[0] == expected[0]
-        asked_to_think = tokens(pipe([ASKED], chat_template_kwargs={"enable_thinking": True}, **given))
-        assert NO_THINKING not in asked_to_think[0]
-        assert pipe.plan([ASKED], tools=[WEATHER]).total_tokens == len(expected[0]) - 2
-        with pytest.raises(UnsupportedOptionError, match="`chat_template_kwargs` must be a dict"):
-            pipe([ASKED], chat_template_kwargs=True)
-        with pytest.raises(UnsupportedOptionError, match="pass tokenizer_encode_kwargs="):
-            pipe([ASKED], max_prompt_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-import re
 import threading
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from support_accelerated import TEXTS, accelerated_throughout, beyond_eight, reasons, same
+from support_accelerated import CHATS, GREEDY, TEXTS, accelerated_throughout, beyond_eight, made, reasons, same
 from support_accelerated import inputs as inputs  # fixtures
 from support_accelerated import model as model
 from support_accelerated import tokenizer as tokenizer
@@ -24,20 +20,10 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
-    pipeline,
-    set_seed,
 )
-from transformers.generation import (
-    BaseStreamer,
-    EosTokenCriteria,
-)
+from transformers.generation import BaseStreamer, EosTokenCriteria
 
-from hf_batchllm import GenerationInterrupted, GeneratorBusyError, accelerated
-from hf_batchllm.errors import UnsupportedModelError
-from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.sampling.host_sampler import HostSampler
-
-# -- the examples of transformers' documentation ---------------------------------------------------------------
+from hf_batchllm import accelerated
 
 
 @pytest.mark.some_cases
@@ -59,7 +45,7 @@ def test_batches_come_out_the_same(model: Any, inputs: dict[str, Any], options: 
     expected = model.generate(**inputs, **options)
     with accelerated_throughout(model):
         assert same(model.generate(**inputs, **options), expected)
-        assert model.generate.last_report.sequences == 3
+        assert model.last_report.sequences == 3
 
 
 def test_positional_arguments_stand_where_they_stand_in_generate(model: Any, inputs: dict[str, Any]) -> None:
@@ -82,35 +68,19 @@ def test_a_chat(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
         assert tokenizer.decode(got[0, inputs["input_ids"].shape[1] :])
 
 
-def test_sampling_repeats_and_draws_once(model: Any, inputs: dict[str, Any]) -> None:
-    options = {"do_sample": True, "max_new_tokens": 6, "top_k": 0, "num_return_sequences": 2}
+def test_samples_of_a_row_stand_beside_each_other(model: Any, inputs: dict[str, Any]) -> None:
     with accelerated_throughout(model):
-        set_seed(42)
-        first = model.generate(**inputs, **options)
-        second = model.generate(**inputs, **options)
-        assert not torch.equal(first, second)
-        assert first[:, :6].tolist() == inputs["input_ids"].repeat_interleave(2, dim=0).tolist()
-        set_seed(42)
-        assert same(model.generate(**inputs, **options), first)
-        after = torch.get_rng_state()
-        set_seed(42)
-        torch.randint(2**63 - 1, ())
-        assert torch.equal(after, torch.get_rng_state())
-        model.generate(**inputs, max_new_tokens=2)
-        assert torch.equal(after, torch.get_rng_state())
+        drawn = model.generate(**inputs, do_sample=True, max_new_tokens=6, top_k=0, num_return_sequences=2)
+    assert drawn[:, :6].tolist() == inputs["input_ids"].repeat_interleave(2, dim=0).tolist()
 
 
-@pytest.mark.parametrize("options", [{"return_full_text": False}, {"return_full_text": True}, {"return_tensors": True}])
-def test_a_pipeline_over_texts_and_chats(
-    model: Any, tokenizer: PreTrainedTokenizerFast, options: dict[str, Any]
-) -> None:
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
-    chats = [[{"role": "user", "content": text}] for text in TEXTS]
-    for given in (TEXTS, chats, TEXTS[0], chats[0]):
-        call = {"batch_size": 3, "max_new_tokens": 4, "do_sample": False, **options}
-        expected = pipe(given, **call)
+@pytest.mark.parametrize("options", [{"return_full_text": False}, {"return_tensors": True}])
+def test_a_pipeline_on_an_accelerated_model(model: Any, options: dict[str, Any]) -> None:
+    pipe = made()
+    for given in (TEXTS, CHATS, TEXTS[0]):
+        expected = pipe(given, batch_size=3, **GREEDY, **options)
         with accelerated_throughout(model):
-            assert pipe(given, **call) == expected
+            assert pipe(given, batch_size=3, **GREEDY, **options) == expected
 
 
 def test_streamers(model: Any, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,141 +152,3 @@ def test_ends_of_several_rows(model: Any, options: dict[str, Any]) -> None:
     expected = model.generate(ids, **options)
     with accelerated_throughout(model):
         assert same(model.generate(ids, **options), expected)
-
-
-# -- what goes to the original ---------------------------------------------------------------------------------
-
-
-@pytest.mark.some_cases
-@pytest.mark.filterwarnings("ignore:there are hooks on")
-@pytest.mark.parametrize("error", [ValueError("a hook's"), TypeError("a hook's"), RuntimeError("none left")])
-@pytest.mark.parametrize("step", [1, 3])
-def test_an_error_in_the_midst_of_the_work_comes_out(
-    model: Any, inputs: dict[str, Any], error: Exception, step: int
-) -> None:
-    passes = 0
-
-    def hook(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == step:
-            raise error
-
-    expected = model.generate(**inputs, max_new_tokens=5)
-    with accelerated_throughout(model):
-        handle = model.lm_head.register_forward_pre_hook(hook)
-        try:
-            with pytest.raises(type(error), match=str(error)):
-                model.generate(**inputs, max_new_tokens=5)
-        finally:
-            handle.remove()
-        assert passes == step  # the original has not been tried
-        assert same(model.generate(**inputs, max_new_tokens=5), expected)
-
-
-def test_an_interrupt_comes_out(model: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ModelRunner, "step", interrupted)
-    with accelerated(model), pytest.raises(GenerationInterrupted) as caught:
-        model.generate(**inputs, max_new_tokens=5)
-    assert not caught.value.caller_has_generator  # that a notebook could name
-    assert "generate" not in vars(model)
-
-
-def test_an_interrupt_names_no_generator_that_the_user_has_not(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, steps = ModelRunner.step, itertools.count()
-
-    def interrupted(self: ModelRunner, *args: Any) -> Any:
-        if next(steps) == 5:
-            raise KeyboardInterrupt
-        return step(self, *args)
-
-    monkeypatch.setattr(ModelRunner, "step", interrupted)
-    ids = torch.tensor([[5, 6], [7, 8], [9, 10], [11, 12]])
-    options = {"max_new_tokens": 6, "eos_token_id": list(range(0, 97, 3)), "pad_token_id": 0}
-    with accelerated(model, max_batch_tokens=2), pytest.raises(GenerationInterrupted) as caught:
-        model.generate(ids, **options)
-    said, where = caught.value._render_traceback_()
-    assert re.fullmatch(r"GenerationInterrupted: interrupted: [1-3] of 4 sequences had finished", said)
-    assert where.startswith("Their results are in `sys.last_value.result` until the next error. They are not aligned")
-
-
-def test_a_hook_that_generates_with_the_same_model_is_told_so(model: Any, inputs: dict[str, Any]) -> None:
-    def hook(*_: Any) -> None:
-        model.generate(torch.tensor([[5]]), max_new_tokens=1)
-
-    with accelerated(model):
-        handle = model.lm_head.register_forward_pre_hook(hook)
-        try:
-            with pytest.raises(GeneratorBusyError, match="from within a step"):
-                model.generate(**inputs, max_new_tokens=5)
-        finally:
-            handle.remove()
-        with accelerated_throughout(model):
-            model.generate(**inputs, max_new_tokens=5)
-
-
-def test_between_two_steps_the_original_serves(
-    model: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = torch.tensor([[5, 6]])
-    expected, whole = model.generate(ids, max_new_tokens=3), model.generate(**inputs, max_new_tokens=4)
-    pick, found = HostSampler.without_waiting, []
-
-    def curious(self: HostSampler, *args: Any) -> Any:
-        found.append(model.generate(ids, max_new_tokens=3))
-        return pick(self, *args)
-
-    monkeypatch.setattr(HostSampler, "without_waiting", curious)
-    with reasons() as said, accelerated(model):
-        assert same(model.generate(**inputs, max_new_tokens=4), whole)
-    assert len(said) == 1 and said[0].startswith("a call is running already")
-    assert len(found) == 4 and all(same(one, expected) for one in found)
-
-
-def test_threads_take_turns(model: Any) -> None:
-    rng = random.Random(3)
-    calls: list[dict[str, Any]] = [
-        {"inputs": torch.tensor([[rng.randrange(4, 97) for _ in range(9)] for _ in range(3)]), "max_new_tokens": 5}
-        | ({"num_beams": 2} if index % 3 == 2 else {})
-        for index in range(9)
-    ]
-    expected = [model.generate(**call) for call in calls]
-    outcomes: list[bool] = []
-
-    def job(offset: int) -> None:
-        for index in range(9):
-            place = (index + offset) % 9
-            outcomes.append(same(model.generate(**calls[place]), expected[place]))
-
-    with warnings.catch_warnings(), accelerated(model):
-        warnings.simplefilter("ignore")
-        threads = [threading.Thread(target=job, args=(offset,)) for offset in (0, 2, 5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert outcomes == [True] * 27
-
-
-def test_a_block_that_is_thrown_away_says_how_to_use_it(model: Any) -> None:
-    with pytest.warns(UserWarning, match=r"does nothing by itself: write `with accelerated\(model\):`") as said:
-        accelerated(model)
-    assert [each.filename for each in said] == [__file__]
-
-    @accelerated(model)
-    def decorated() -> Any:
-        return model.last_report
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert decorated() is None
-        with accelerated(model) as inside:
-            assert inside is model
-        with pytest.raises(UnsupportedModelError), accelerated(torch.nn.Linear(2, 2)):
-            pass
-
-
-# -- a real model ----------------------------------------------------------------------------------------------

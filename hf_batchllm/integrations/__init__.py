@@ -1,1 +1,1 @@
-"""Doors into transformers: accelerated(model), accelerated(pipe) and pipeline(...)."""
+"""Doors into transformers: accelerated(model) and accelerated(pipe)."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Generator
-from contextlib import AbstractContextManager, _GeneratorContextManager
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from transformers import GenerationMixin
+from transformers.generation.continuous_batching import ContinuousMixin
 
 from ..config import BatchConfig
 from ..engine.job import Job, JobChecks
@@ -23,49 +23,22 @@ from ..inputs.call_arguments import CallArguments
 from ..inputs.config_names import without_foreign_names
 from ..inputs.options import Options
 from ..inputs.resolve_options import resolve_each
-from ..notices import warn_user
-from ..patches.attention_swap import AttentionSwap
+from ..notices import Notices, warn_user
 from ..sampling import processor_chains
-from .batch_methods import BatchMethods
-from .batch_requests import without_own_defaults
-from .fallbacks import (
-    Fallback,
-    ReportLeft,
-    reason_to_fall_back,
-    refuse_custom_generate,
-    refuse_what_sees_all_rows,
-    right_padding,
-)
-from .method_stand_in import MethodStandIn
+from .fallbacks import Block, Way, refuse_other_meaning, refuse_what_sees_all_rows, right_padding
+from .generate_batch import generate_batch, without_own_defaults
 
 Model = TypeVar("Model")  # a model, or a pipeline
 
-_SIGNATURE = inspect.signature(GenerationMixin.generate)
+_SIGNATURES = {
+    "generate": inspect.signature(GenerationMixin.generate),
+    "generate_batch": inspect.signature(ContinuousMixin.generate_batch),
+}
+_GENERATE = Way("the model's own generate runs instead", "row")
+_BATCHING = Way("transformers' own continuous batching runs instead", "request")
 _CALLED_WITH_ALL_ROWS = (
     "`generate` calls with all rows at once: pass one row at a time, or use BatchGenerator, which calls it for each row"
 )
-
-
-class _Block(_GeneratorContextManager[Model]):
-    """What ``accelerated`` returns. It warns where it is thrown away and no block was ever run with it."""
-
-    _used = False
-
-    def __enter__(self) -> Model:
-        self._used = True
-        return super().__enter__()
-
-    def __call__(self, function: Any) -> Any:  # as a decorator; each call of the function gets a block of its own
-        self._used = True
-        return super().__call__(function)
-
-    def _recreate_cm(self) -> Any:
-        return type(self)(self.func, self.args, self.kwds)
-
-    def __del__(self) -> None:
-        if not self._used and not sys.is_finalizing():
-            kind = "pipe" if "pipeline" in type(self.args[0]).__name__.lower() else "model"
-            warn_user(f"accelerated({kind}) does nothing by itself: write `with accelerated({kind}):` around the calls")
 
 
 def accelerated(
@@ -87,36 +60,68 @@ def accelerated(
     ``model.last_report`` (or ``pipe.last_report``) says how the last call went: a RunReport; None if the call was not
     served. It stays when the block has ended, if any call was served. An attribute of your own of that name comes back.
 
-    ``model.generate_batch``, and the manager of ``model.init_continuous_batching``, are served in the same way.
+    ``model.generate_batch`` is served in the same way.
 
     A pipeline, for text-generation or image-text-to-text, computes all inputs of a call at once, whatever its
     ``batch_size``. Datasets and generators are read to their end first. A call that cannot be served goes the
     pipeline's usual way.
     """
-    return _Block(_block, (model, tokenizer, config, fields), {})
+    return _With(model, tokenizer, config, fields)
 
 
-def _block(
-    model: Model, tokenizer: Any, config: BatchConfig | None, fields: dict[str, Any]
-) -> Generator[Model, None, None]:
+class _With(ContextDecorator, AbstractContextManager[Model], Generic[Model]):
+    """What ``accelerated`` returns. It warns where it is thrown away and no block was ever run with it."""
+
+    def __init__(self, model: Model, tokenizer: Any, config: BatchConfig | None, fields: dict[str, Any]) -> None:
+        self._model, self._given = model, (tokenizer, config, fields)
+        self._blocks: list[Block[Any]] = []
+        self._used = False
+
+    def __call__(self, function: Any) -> Any:  # as a decorator: each call of the function runs in a block
+        self._used = True
+        return super().__call__(function)
+
+    def __enter__(self) -> Model:
+        self._used = True
+        tokenizer, config, fields = self._given
+        block = _block(self._model, tokenizer, BatchConfig.of(config, fields))
+        self._blocks.append(block)
+        try:
+            block.begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._model
+
+    def __exit__(self, *error: object) -> None:
+        self._blocks.pop().end()
+
+    def __del__(self) -> None:
+        if not self._used and not sys.is_finalizing():
+            kind = "pipe" if "pipeline" in type(self._model).__name__.lower() else "model"
+            warn_user(f"accelerated({kind}) does nothing by itself: write `with accelerated({kind}):` around the calls")
+
+
+def _block(given: Any, tokenizer: Any, config: BatchConfig) -> Block[Any]:
     pipelines = sys.modules.get("transformers.pipelines")  # not loaded: no pipeline; and importing it takes long
-    if pipelines is not None and isinstance(model, pipelines.Pipeline):
-        from .accelerated_pipeline import accelerated_pipeline
+    if pipelines is not None and isinstance(given, pipelines.Pipeline):
+        from .pipelines import PipelineBlock, changed_method
 
-        with accelerated_pipeline(model, tokenizer, BatchConfig.of(config, fields), _StandIn):
-            yield model
-        return
-    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
-        inside = ": is the model in its `.model`?" if hasattr(model, "model") else ""
-        raise UnsupportedModelError(
-            f"accelerated(model) takes a model that has a `generate`, not {type(model).__name__}{inside}"
+        tokenizer = given.tokenizer if tokenizer is None else tokenizer
+        changed = changed_method(given)
+        if changed is None:
+            return PipelineBlock(given, tokenizer, config)
+        warn_user(
+            f"{type(given).__name__} has {changed} of its own, so its batches are accelerated one by one, and a prefix "
+            "that batches share is computed for each of them: make batches large (`batch_size`)"
         )
-    stand_in = _StandIn(model, tokenizer, BatchConfig.of(config, fields))
-    try:
-        stand_in.enter()
-        yield model
-    finally:
-        stand_in.leave()
+        return ModelBlock(given.model, tokenizer, config, given)
+    if not isinstance(given, nn.Module) or not callable(getattr(given, "generate", None)):
+        inside = ": is the model in its `.model`?" if hasattr(given, "model") else ""
+        raise UnsupportedModelError(
+            f"accelerated(model) takes a model that has a `generate`, not {type(given).__name__}{inside}"
+        )
+    return ModelBlock(given, tokenizer, config)
 
 
 class _EndTogether:
@@ -131,7 +136,7 @@ class _EndTogether:
         rules = job.rules[0]
         rows, self._width = job.rows.shape
         self._criteria, self._stop_tokens, self._padding = rules.others, rules.stop_tokens, job.options[0].pad_token_id
-        # The new tokens of each row when it first held the string; 0: never.
+        # [criteria][rows]  the new tokens of each row when it first held the string; 0: never.
         self._found = [[0] * rows for _ in self._criteria]
         self._length: int | None = None  # new tokens of all rows in the end
         self.job = replace(job, rules=[replace(rules, others=(), factory=self._of_row)] * len(job.rules))
@@ -158,20 +163,16 @@ class _EndTogether:
         for each in own:
             each.done_tracker = [False]
 
-        def look(ids: torch.Tensor, scores: Any) -> None:
-            for each, found in zip(own, self._found, strict=True):
-                if not found[index] and each(ids, scores):
-                    found[index] = ids.shape[1] - self._width
-                    self._length = min((max(lengths) for lengths in self._found if all(lengths)), default=None)
-
         def ends(ids: torch.Tensor, scores: Any) -> bool:
-            made = ids.shape[1] - self._width
-            look(ids, scores)
-            if int(ids[0, -1]) in self._stop_tokens:  # `generate` goes on with padding, at which the harness looks, too
-                for _ in range(max(each.sequence_id_len for each in own)):
-                    ids = nn.functional.pad(ids, (0, 1), value=self._padding)
-                    look(ids, scores)
-            return self._length is not None and made >= self._length
+            # After a stop token `generate` goes on with padding, at which the harness looks, too.
+            beyond = max(each.sequence_id_len for each in own) if int(ids[0, -1]) in self._stop_tokens else 0
+            for more in range(beyond + 1):
+                padded = nn.functional.pad(ids, (0, more), value=self._padding)
+                for each, found in zip(own, self._found, strict=True):
+                    if not found[index] and each(padded, scores):
+                        found[index] = padded.shape[1] - self._width
+            self._length = min((max(lengths) for lengths in self._found if all(lengths)), default=None)
+            return self._length is not None and ids.shape[1] - self._width >= self._length
 
         return [ends]
 
@@ -186,7 +187,7 @@ class _ChecksAsGenerate(JobChecks):
         job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
         if job.rows is None:  # of generate_batch, which runs each request by itself
             return job
-        if job.options and _is_padded(job):
+        if job.options and any(len(prompt.ids) < job.rows.shape[1] for prompt in job.prompts):
             _refuse_callables_that_see_padding(job.options[0].arguments)
         # The beams of a prompt are passed together here, too.
         searching = bool(job.options) and job.options[0].num_beams > 1
@@ -206,7 +207,7 @@ class _ChecksAsGenerate(JobChecks):
     def _resolved(self, generation_config: Any, generate_kwargs: dict[str, Any], padded: Any) -> list[Options]:
         if not isinstance(generation_config, list):
             return super()._resolved(generation_config, generate_kwargs, padded)
-        model = without_own_defaults(self._model, generation_config)
+        model = without_own_defaults(self._model, generation_config[0])
         return resolve_each(model, generation_config, generate_kwargs, None, self._notices)
 
     def _see_right_padding(self) -> None:
@@ -228,87 +229,68 @@ class _AsGenerate(BatchGenerator):
         return result if together is None else together.cut(result)
 
 
-class _StandIn(MethodStandIn, Fallback):
-    """Takes the place of ``model.generate`` within the block; and, beside it, of the methods of its batches."""
-
-    _generator: _AsGenerate | None
-    instead = "the model's own generate runs instead"
-    item = "row"
+class ModelBlock(Block[_AsGenerate]):
+    """Serves ``generate`` and ``generate_batch`` of a model. ``pipe`` runs on the model, batch by batch."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig, pipe: Any = None) -> None:
-        """``pipe``: the pipeline that runs on the model, batch by batch; the report is left there, too."""
-        MethodStandIn.__init__(self, model, "generate")
-        Fallback.__init__(self)
-        self._reports = [ReportLeft(holder) for holder in (model, pipe) if holder is not None]
-        try:
-            self._generator = _AsGenerate(model, tokenizer, config)
-            refuse_custom_generate(model)
-        except UnsupportedModelError as refusal:
-            self._refusal = refusal
-        self._batches = BatchMethods(model, self._generator, self._refusal, self._note_report)
+        super().__init__(_AsGenerate, model, tokenizer, config)
+        self._pipe = pipe
+        self._notices = Notices()
+        self._managers: list[Any] = []  # transformers' own, made within the block
 
-    def enter(self) -> None:
-        self.put_in_place()
-        self._batches.enter()
-        for report in self._reports:
-            report.begin()
+    def begin(self) -> None:
+        methods = {"generate": self._generate}
+        if callable(getattr(self.model, "generate_batch", None)):
+            methods |= {"generate_batch": self._generate_batch, "init_continuous_batching": self._new_manager}
+        self.replace(self.model, **methods)
+        if self._pipe is not None:
+            self.leave_reports_on(self._pipe)
 
-    def leave(self) -> None:
-        self._batches.leave()
-        first = self.put_back()
-        if isinstance(first, _StandIn):
-            for place, report in enumerate(self._reports):
-                report.end(first._reports[place] if place < len(first._reports) else None)
-        if self._generator is not None:
-            try:
-                self._generator.close()
-            except GeneratorBusyError:  # another thread is in a call: wait for it
-                with AttentionSwap(self.model).others_wait():
-                    self._generator.close()
+    def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        named = _named("generate", self.model, args, kwargs)
+        refuse_no_cache(named)
 
-    def serve(self, *args: Any, **kwargs: Any) -> Any:
-        def original() -> Any:
-            with self._batches.aside():
-                return self.original(*args, **kwargs)
+        def serve() -> Any:
+            assert self.generator is not None
+            self._refuse_beside_a_manager()
+            if all(named.get(name) is None for name in ("inputs", "input_ids", "inputs_embeds")):
+                raise ValueError("there are no `input_ids`")
+            refuse_other_meaning(named)
+            return self.generator.as_generate(named)
 
-        if self._generator is None:
-            return self._run_original(self._refusal, original)
-        with self._batches.turn():
-            self._generator.last_report = None
-            generate, named = self._generator.as_generate, _named(self.model, args, kwargs)
-            reason = self._refusal or self._batches.busy or _reason_to_fall_back(named)
-            try:
-                refuse_no_cache(named)
-                if reason is not None:
-                    return self._run_original(reason, original)
-                return self._attempt(lambda: generate(named), original)
-            finally:
-                self._note_report()
+        return self.call(_GENERATE, serve, lambda: original(*args, **kwargs))
 
-    def _note_report(self) -> None:
-        for report in [] if self.ended else self._reports:
-            report.note(self.last_report)
+    def _generate_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        named = _named("generate_batch", self.model, args, kwargs)
+
+        def serve() -> Any:
+            assert self.generator is not None
+            self._refuse_beside_a_manager()
+            return generate_batch(self.generator, named, self._notices, self.work_had_begun)
+
+        return self.call(_BATCHING, serve, lambda: original(*args, **kwargs))
+
+    def _new_manager(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        why = "makes a manager of single requests: put all prompts into a list, and call model.generate_batch(prompts)"
+        self.warn(_BATCHING, UnsupportedOptionError("init_continuous_batching", why))
+        with self.turn():
+            self._managers.append(original(*args, **kwargs))
+        return self._managers[-1]
+
+    def _refuse_beside_a_manager(self) -> None:
+        if any(manager.is_running() for manager in self._managers):
+            raise GeneratorBusyError("transformers' own manager runs on the model: stop() it first")
 
 
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name; none if it is not a valid call of ``generate``."""
+def _named(method: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name; none if it is not a valid call, which the original refuses with its own error."""
     try:
-        named = dict(_SIGNATURE.bind(model, *args, **kwargs).arguments)
+        named = dict(_SIGNATURES[method].bind(model, *args, **kwargs).arguments)
     except TypeError:
-        return {}  # ``generate`` raises its own error
+        return {}
     named.pop("self")
     more: dict[str, Any] = named.pop("kwargs", {})
     return named | more
-
-
-def _reason_to_fall_back(named: dict[str, Any]) -> Exception | None:
-    if all(named.get(name) is None for name in ("inputs", "input_ids", "inputs_embeds")):
-        return ValueError("there are no `input_ids`")
-    return reason_to_fall_back(named)
-
-
-def _is_padded(job: Job) -> bool:
-    return job.rows is not None and any(len(prompt.ids) < job.rows.shape[1] for prompt in job.prompts)
 
 
 def _refuse_callables_that_see_padding(arguments: CallArguments) -> None:

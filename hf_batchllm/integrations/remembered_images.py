@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ _MOST_OF_SEVERAL = 4  # of what is made of several images together; what is made
 
 
 def with_remembered_images(pipe: Pipeline) -> Pipeline:
-    """For ``preprocess``, in one call: a copy; or the pipeline itself, if not all is transformers' own."""
+    """A copy, for one call, whose processor makes the pixels of an image once; or the pipeline as it is."""
     processor: Any = pipe.processor
     inner = getattr(processor, "image_processor", None)
-    own: Any = type(pipe).preprocess
-    is_stock = own is ImageTextToTextPipeline.preprocess and "preprocess" not in vars(pipe)
+    is_stock = getattr(pipe.preprocess, "__func__", None) is ImageTextToTextPipeline.preprocess
     if not is_stock or not isinstance(processor, ProcessorMixin) or not isinstance(inner, ImageProcessingMixin):
         return pipe
     remembering = copy.copy(pipe)
@@ -31,14 +30,13 @@ def with_remembered_images(pipe: Pipeline) -> Pipeline:
 
 
 class _RememberingImageProcessor:
-    """Takes the place of an image processor in a copy of the processor."""
+    """Takes the place of an image processor. ``dtype``: what the pipeline makes of pixels, so that tensors stay."""
 
     def __init__(self, inner: Any, dtype: torch.dtype | None) -> None:
-        self._inner = inner
-        self._dtype = dtype  # which the pipeline gives pixels anyway; so the same tensor comes out each time
-        self._loaded: OrderedDict[str, Any] = OrderedDict()
+        self._inner, self._dtype = inner, dtype
+        self._load = lru_cache(_MOST_LOADED)(inner.fetch_images)
         self._of_one: dict[object, BatchFeature] = {}
-        self._of_several: OrderedDict[object, BatchFeature] = OrderedDict()
+        self._of_several: dict[object, BatchFeature] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)
@@ -46,14 +44,7 @@ class _RememberingImageProcessor:
     def fetch_images(self, named: Any) -> Any:
         if isinstance(named, list | tuple):
             return [self.fetch_images(each) for each in named]
-        if not isinstance(named, str):
-            return self._inner.fetch_images(named)
-        if named not in self._loaded:
-            self._loaded[named] = self._inner.fetch_images(named)
-        self._loaded.move_to_end(named)
-        if len(self._loaded) > _MOST_LOADED:
-            self._loaded.popitem(last=False)
-        return self._loaded[named]
+        return self._load(named) if isinstance(named, str) else self._inner.fetch_images(named)
 
     def __call__(self, images: Any, **options: Any) -> Any:
         named = _name_of(images)
@@ -64,7 +55,7 @@ class _RememberingImageProcessor:
         if name not in kept:
             kept[name] = self._inner(images, **options).to(dtype=self._dtype)
         if len(self._of_several) > _MOST_OF_SEVERAL:
-            self._of_several.popitem(last=False)
+            del self._of_several[next(iter(self._of_several))]
         return BatchFeature({**kept[name]})  # the processor takes some of it out
 
 
@@ -79,6 +70,4 @@ def _name_of(images: Any) -> object:
 
 
 def _is_one(named: object) -> bool:
-    while isinstance(named, tuple) and len(named) == 1:
-        named = named[0]
-    return not isinstance(named, tuple)
+    return _is_one(named[0]) if isinstance(named, tuple) and len(named) == 1 else not isinstance(named, tuple)

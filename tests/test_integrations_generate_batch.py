@@ -1,24 +1,49 @@
-"""``model.generate_batch`` under ``accelerated``: transformers' own results, in its own form."""
+"""``model.generate_batch`` under ``accelerated``, as TRL calls it: transformers' own results, in its own form."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from support_accelerated import accelerated_throughout as served
 from support_accelerated import model as model  # a fixture
-from support_batches import METHODS, PROMPTS, alone, config, said, served, small
 from support_families import FAMILIES
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_batchllm import accelerated
 
-# -- the same results ------------------------------------------------------------------------------------------
+PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [20], [5, 6, 7, 8, 9]]
+
+
+def config(**fields: Any) -> GenerationConfig:
+    return GenerationConfig(**{"max_new_tokens": 6, "eos_token_id": 99, "do_sample": False, **fields})
+
+
+def small(**fields: Any) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(max_batch_tokens=64, num_blocks=8, **fields)
+
+
+def alone(model: Any, ids: list[int], **options: Any) -> list[int]:
+    """What ``generate`` gives for one prompt."""
+    given = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 99, **options}
+    made = model.generate(torch.tensor([ids]), pad_token_id=0, **given)
+    return made[0, len(ids) :].tolist()
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What users are warned of."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(each.message) for each in caught if "Warning: " not in str(each.message)]
 
 
 def test_results_are_those_of_generate_and_have_the_form_of_generate_batch(model: Any) -> None:
@@ -58,9 +83,9 @@ def test_eos_ends_an_answer_and_belongs_to_it(model: Any) -> None:
 
 def test_max_new_tokens_beside_the_config_wins(model: Any) -> None:
     with served(model):
+        assert model.generate_batch([], config()) == {} == model.generate_batch(None, config())
         outputs = model.generate_batch(PROMPTS, config(), max_new_tokens=2)
         assert [output.generated_tokens for output in outputs.values()] == [alone(model, ids)[:2] for ids in PROMPTS]
-        assert model.generate_batch([], config()) == {} == model.generate_batch(None, config())
 
 
 def test_the_models_own_config_is_for_calls_without_one() -> None:
@@ -202,6 +227,35 @@ def test_what_is_not_served_runs_in_transformers_way_with_one_warning() -> None:
     ]
 
 
+def test_a_manager_is_transformers_own_and_nothing_runs_beside_it() -> None:
+    model, ids = FAMILIES["llama"](), torch.tensor([[5, 6, 7]])
+    expected = model.generate(ids, max_new_tokens=3)
+    with accelerated(model), said() as found:
+        with model.continuous_batching_context_manager(config(), continuous_batching_config=small()) as manager:
+            assert type(manager) is ContinuousBatchingManager
+            manager.add_request([5, 6, 7])
+            output = manager.get_result()
+            assert torch.equal(model.generate(ids, max_new_tokens=3), expected)  # while its thread waits
+            assert model.last_report is None
+        assert torch.equal(model.generate(ids, max_new_tokens=3), expected)
+        assert model.last_report is not None
+    assert output.generated_tokens == alone(model, [5, 6, 7])
+    assert len(found) == 2
+    assert "own continuous batching runs instead: `init_continuous_batching` makes a manager of single" in found[0]
+    assert "put all prompts into a list, and call model.generate_batch(prompts)" in found[0]
+    assert "the model's own generate runs instead: transformers' own manager runs on the model: stop() it" in found[1]
+
+
+def test_generate_that_turns_to_continuous_batching_is_left_to_it() -> None:
+    model, ids = FAMILIES["llama"](), torch.tensor([[5, 6, 7]])
+    given = {"generation_config": config(), "continuous_batching_config": small(), "cache_implementation": "paged"}
+    expected = model.generate(ids, **given)
+    with accelerated(model), said() as found:
+        assert str(model.generate(ids, **given)) == str(expected)
+    (why,) = [each for each in found if "not accelerated" in each]
+    assert why.endswith('runs instead: `cache_implementation` is "paged": transformers\' own continuous batching')
+
+
 def test_wrong_calls_get_the_errors_of_transformers(model: Any) -> None:
     with accelerated(model), pytest.raises(TypeError, match="inputs"):
         model.generate_batch()
@@ -222,26 +276,3 @@ def test_a_model_in_training_runs_as_in_evaluation_and_stays_in_training() -> No
     with served(model):
         assert model.generate_batch(PROMPTS[:1], config())["req_0"].generated_tokens == expected
     assert [module.training for module in model.modules()] == before
-
-
-def test_nothing_is_left_behind(model: Any) -> None:
-    own = [getattr(model, name) for name in METHODS]
-    with accelerated(model):
-        for name, method in zip(METHODS, own, strict=True):
-            assert inspect.signature(getattr(model, name)) == inspect.signature(method)
-            assert "accelerated" in repr(getattr(model, name))
-        outer = model.generate_batch
-        with accelerated(model):
-            assert model.generate_batch is not outer
-        assert model.generate_batch is outer
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert twin.generate_batch.__self__ is twin
-    assert [getattr(model, name) for name in METHODS] == own
-    assert outer([], config()) == {}  # a reference that somebody took along
-    model.generate_batch = print
-    try:
-        with accelerated(model):
-            assert model.generate_batch is not print
-        assert model.generate_batch is print
-    finally:
-        del model.generate_batch

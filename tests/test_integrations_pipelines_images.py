@@ -1,0 +1,232 @@
+"""``accelerated(pipe)`` for a pipeline for images: it gives what it gave, or runs as it did and says why."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support_accelerated import accelerated_throughout, reasons
+from support_image_pipelines import CHATS, GREEDY, OTHER, PAGE, made, pictures_made, placeholder, plain_form
+from support_image_prompts import PICTURED, model_of, shows, user, words
+from support_kernels import plain
+from support_letter_tokenizers import letter_tokens
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from torch.utils.data import Dataset
+from transformers import ImageTextToTextPipeline, PreTrainedTokenizerFast
+from transformers.pipelines.pt_utils import KeyDataset
+from transformers.utils.chat_template_utils import Chat
+
+from hf_batchllm import accelerated
+from hf_batchllm.inputs.images import image_models
+
+pytestmark = plain
+FAMILY = "llava"
+IMAGE = placeholder(FAMILY)
+TASK = "image-text-to-text"
+CONTINUED = [*user(shows(PAGE), words(5)), {"role": "assistant", "content": [words(7)]}]
+PAIRS = [{"images": image, "text": f"{IMAGE} w3"} for image in (PAGE, OTHER)]
+TEMPLATE = (
+    "{% for message in messages %}w50 {% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    + IMAGE
+    + "{% else %}{{ part['text'] }}{% endif %} {% endfor %}{% endfor %}{{ more }}"
+)
+
+
+class Pairs(Dataset):
+    def __init__(self, pairs: list[Any]) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.pairs[place]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return made(TASK, FAMILY)
+
+
+def both_ways(pipe: Any, *calls: dict[str, Any], **fields: Any) -> list[Any]:
+    """Results of calls, which are the same without and within a block, where all of them are served."""
+    expected = [pipe(**copy.deepcopy(call)) for call in calls]  # transformers' own writes into what it was passed
+    expected = [plain_form(each if isinstance(each, list) else list(each)) for each in expected]
+    with accelerated_throughout(pipe, **fields):
+        for call, wanted in zip(calls, expected, strict=True):
+            got = pipe(**copy.deepcopy(call))
+            assert plain_form(got if isinstance(got, list) else list(got)) == wanted
+            assert pipe.last_report is not None
+    return expected
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("family", PICTURED)
+def test_families(family: str) -> None:
+    pipe, image = made(TASK, family), placeholder(family)
+    before = {name: value for name, value in vars(pipe).items() if name != "call_count"}
+    texts = [f"w3 {image} w4", f"w5 {image} w6 {image} w7"]
+    alone = [pipe(chat, **GREEDY) for chat in CHATS]
+    with accelerated_throughout(pipe):
+        assert pipe(CHATS, **GREEDY) == alone
+    both_ways(pipe, {"images": [[PAGE], [OTHER, PAGE]], "text": texts, **GREEDY}, min_shared_tokens=2)
+    del pipe.last_report
+    assert {name: value for name, value in vars(pipe).items() if name != "call_count"} == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_full_text": False},
+        {"return_full_text": True},
+        {"return_tensors": True},
+        {"skip_special_tokens": False},
+        {"continue_final_message": False},
+        {"generate_kwargs": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}},
+        {"generate_kwargs": {"repetition_penalty": 1.5}, "return_full_text": False},
+        {"processor_kwargs": {"images_kwargs": {"do_normalize": False}}},
+        {"chat_template": TEMPLATE, "more": "w51"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_every_option_gives_what_it_gave(pipe: Any, options: dict[str, Any]) -> None:
+    chats = [CHATS[0], CHATS[2], CHATS[3], CONTINUED]  # in some versions beams mix several images of a prompt up
+    call = {"text": chats, "max_new_tokens": 5, **options}
+    both_ways(pipe, call, {**call, "text": chats[0]}, {**call, "text": None, "images": chats[0]})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"images": PAGE, "text": f"w3 {IMAGE} w4"},
+        {"images": [PAGE, OTHER], "text": [f"w3 {IMAGE}", f"w3 w4 {IMAGE} w4"]},
+        {"images": [[PAGE, OTHER], [PAGE]], "text": [f"{IMAGE} {IMAGE}", f"w3 {IMAGE} w4"]},
+        {"images": {"images": PAGE, "text": f"w3 {IMAGE} w4"}},
+        {"text": "w3 w4"},
+        {"text": ["w3 w4", "w5 w6 w7"]},
+        {"text": Chat(CHATS[0])},
+        {"text": [Chat(chat) for chat in CHATS]},
+        {"images": CHATS},
+        {"text": tuple(CHATS)},
+        {"images": Pairs(PAIRS)},
+        {"images": KeyDataset([{"chat": chat} for chat in CHATS], "chat")},
+    ],
+)
+def test_forms_of_inputs(pipe: Any, given: dict[str, Any]) -> None:
+    both_ways(pipe, {**given, **GREEDY})
+
+
+def test_generators(pipe: Any) -> None:
+    for items in (CHATS, PAIRS):
+        expected = list(pipe((each for each in items), **GREEDY))
+        with accelerated_throughout(pipe):
+            assert list(pipe((each for each in items), **GREEDY)) == expected
+
+
+def test_stop_sequences() -> None:
+    tokens = {token: place for place, token in enumerate(letter_tokens()[:100])}
+    inner = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens([AddedToken(IMAGE, special=True, normalized=False)])
+    pipe = made(TASK, FAMILY)
+    pipe.processor.tokenizer = pipe.tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    pipe.model.generation_config.suppress_tokens = list(range(100, model_of(FAMILY).config.text_config.vocab_size))
+    call = {"max_new_tokens": 12, "return_full_text": False, "stop_sequence": "b"}
+    inputs = [{"images": image, "text": f"abc{IMAGE}{end}"} for image in (PAGE, OTHER) for end in ("a", "cde")]
+    (got,) = both_ways(pipe, {"images": Pairs(inputs), **call})
+    assert len({len(answer[0]["generated_text"]) for answer in got}) > 1
+
+
+def test_an_image_is_made_once_and_read_once(tmp_path: Any) -> None:
+    (name := tmp_path / "page.png") and PAGE.save(name)
+    pipe = made(TASK, "qwen2_5_vl")
+    chats = [user(shows(PAGE if end % 2 else PAGE.copy()), words(end)) for end in range(6)]
+    chats += [user({"type": "image", "path": str(name)}, words(end)) for end in range(6, 9)]
+    chats += [user(shows(PAGE), shows(OTHER), words(end)) for end in range(9, 12)]
+    expected = pipe(chats, **GREEDY)
+    with accelerated_throughout(pipe):
+        for _ in range(2):
+            with pictures_made(pipe) as counts:
+                assert pipe(chats, batch_size=2, **GREEDY) == expected
+            assert counts == [1, 2], "nothing is remembered from call to call"
+            assert pipe.last_report.images.startswith("2 images, read by the vision tower in 1 run")
+
+
+# -- what runs as it did ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_served_goes_its_usual_way_and_says_why(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts() -> dict[str, Any]:
+        return {"images": [[PAGE], [OTHER, PAGE]], "text": [f"w3 {IMAGE} w4", f"w5 {IMAGE} w6 {IMAGE} w7"], **GREEDY}
+
+    stopping = {"stopping_criteria": [lambda ids, scores: torch.ones(len(ids), dtype=torch.bool)]}
+    calls: list[tuple[Any, str]] = [
+        (lambda: {"text": CHATS, "max_new_tokens": 5, "generate_kwargs": dict(stopping)}, "`stopping_criteria` has a"),
+        (
+            lambda: {**texts(), "max_new_tokens": None, "generate_kwargs": {"max_length": 60}},
+            "`max_length` would count",
+        ),
+    ]
+    for call, why in calls:
+        expected = plain_form(pipe(**call()))
+        with reasons() as said, accelerated(pipe):
+            assert plain_form(pipe(**call())) == expected
+            assert pipe.last_report is None
+        assert len(said) == 1 and said[0].startswith(why)
+    monkeypatch.setattr(pipe.processor.tokenizer, "padding_side", "right")
+    expected = plain_form(pipe(**texts()))
+    with reasons() as said, accelerated(pipe):
+        assert plain_form(pipe(**texts())) == expected
+    assert len(said) == 1 and said[0].startswith("`attention_mask` marks padding on the right")
+    monkeypatch.undo()
+    expected = pipe(CHATS, **GREEDY)
+    monkeypatch.setattr(image_models, "_SERVED", ())
+    with reasons() as said, accelerated(pipe):
+        assert pipe(CHATS, **GREEDY) == expected
+    assert said[0].startswith("prompt 0: holds `pixel_values`, which cannot be taken: images are not supported for Ll")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"text": [CHATS[0], 3]},
+        {"images": PAGE},
+        {},
+        {"text": "w3", "images": PAGE},
+        {"text": ""},
+        {"text": user({"type": "image", "path": "missing.png"}, words(3))},
+        {"text": CHATS, "generate_kwargs": {"seed": 1}},
+    ],
+)
+def test_errors_are_its_own(pipe: Any, call: dict[str, Any]) -> None:
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        pipe(**copy.deepcopy(call))
+    with warnings.catch_warnings(), accelerated(pipe):
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception) as got:  # noqa: PT011
+            pipe(**copy.deepcopy(call))
+    assert (type(got.value), str(got.value)) == (type(expected.value), str(expected.value))
+
+
+def test_methods_of_its_own(pipe: Any) -> None:
+    class Own(ImageTextToTextPipeline):
+        def _forward(self, *args: Any, **options: Any) -> Any:
+            return super()._forward(*args, **options)
+
+    class Counted(ImageTextToTextPipeline):
+        seen = 0
+
+        def preprocess(self, inputs: Any = None, **options: Any) -> Any:
+            self.seen += 1
+            return super().preprocess(inputs, **options)
+
+    expected, given = pipe(CHATS, **GREEDY), {"model": pipe.model, "processor": pipe.processor, "device": "cpu"}
+    with accelerated_throughout(Counted(**given)) as counted:
+        assert counted(CHATS, **GREEDY) == expected and counted.seen == len(CHATS)
+    with warnings.catch_warnings(record=True) as caught, accelerated(Own(**given)) as own:
+        assert own(CHATS, **GREEDY) == expected
+        assert not own.last_report.images, "of the last batch, which shows none"
+    assert "Own has a `_forward` of its own" in str(caught[0].message)
