@@ -70,7 +70,9 @@ class StandIn:
         inner = isinstance(self._before, StandIn)
         self._original: Callable[..., Any] = self._before._original if inner else getattr(owner, name)
         functools.update_wrapper(self, self._original, updated=())
-        vars(owner)[name] = self
+
+    def put_in_place(self) -> None:
+        vars(self._owner)[self._name] = self
 
     @property
     def last_report(self) -> RunReport | None:
@@ -135,7 +137,9 @@ class Block(ABC, Generic[Kind]):
 
     def replace(self, owner: Any, **methods: Serve) -> None:
         """Serve these methods of ``owner``, and leave the reports there."""
-        self._stand_ins += [StandIn(self, owner, name, serve) for name, serve in methods.items()]
+        for name, serve in methods.items():
+            self._stand_ins.append(StandIn(self, owner, name, serve))  # an interrupt may come after this
+            self._stand_ins[-1].put_in_place()
         self.leave_reports_on(owner)
 
     def leave_reports_on(self, holder: Any) -> None:
