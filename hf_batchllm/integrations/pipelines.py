@@ -358,6 +358,8 @@ def _options_for_generate(pipe: Pipeline, forward: Parameters) -> Parameters:
     config = options.get("generation_config")
     if config is None or config is not getattr(pipe, "generation_config", None):
         return options
+    if config.max_new_tokens is not None and "max_length" not in forward:
+        options.pop("max_length", None)  # grown by a prefix
     return {**options, "generation_config": _without_defaults(config, pipe, options)}
 
 
