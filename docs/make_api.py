@@ -127,7 +127,11 @@ def _class(name: str, cls: type) -> Iterator[str]:
     attributes = list(_attributes(cls))
     if attributes:
         yield "\n".join(f"- **`{each}`**: {said}" for each, said in attributes) + "\n"
-    for member, value in vars(cls).items():
+    # Those of a base class of our own, which is private, are members like others.
+    ours = [base for base in cls.__mro__[1:] if base.__module__.startswith("hf_batchllm.")]
+    private = [base for base in ours if base.__name__ not in hf_batchllm.__all__]
+    members = {member: value for each in (cls, *private) for member, value in vars(each).items()}
+    for member, value in members.items():
         if not member.startswith("_"):
             yield from _member(name, member, value)
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the library of this checkout
 
 from hf_batchllm import BatchGenerator, BatchResult, RunReport, SharingPlan
-from hf_batchllm.results.views.axes import number, ticks
-from hf_batchllm.results.views.icicle import icicle
+from hf_batchllm.results.sharing_plan import layout_of
+from hf_batchllm.results.views.chart import number, ticks
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "plan-and-run.svg"
@@ -99,12 +99,12 @@ def _style() -> str:
 
 def _plan(plan: SharingPlan) -> str:
     """Each prompt is a column, its first token at the top; a block is computed once for all columns below it."""
-    tree = icicle(plan)
-    across, down = (WIDTH - LEFT - RIGHT) / tree.prompts, PLAN_HEIGHT / tree.limit
+    tree, prompts = layout_of(plan), len(plan.order)
+    across, down = (WIDTH - LEFT - RIGHT) / prompts, PLAN_HEIGHT / tree.limit
     parts = [_grid(PLAN_TOP + level * down, f"{level:,.0f}") for level in ticks(tree.limit, 4, whole=True)]
     for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
         segment = plan.segments[index]
-        kind = "all" if segment.members == tree.prompts else "some"
+        kind = "all" if segment.members == prompts else "some"
         x, y = LEFT + left * across, PLAN_TOP + segment.start * down
         width, height = segment.members * across, len(segment) * down
         parts.append(_box(f"{kind} gap", x, y, width, height))

@@ -1,48 +1,37 @@
 """What notebooks show: figures that are right, every size of list, and nothing of the user's that is taken for HTML."""
 
+from __future__ import annotations
+
 import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_families import build
 from support_html import IMAGE, NASTY, SCRIPT, Page, plan_of, report_of, result_of, timeline_of, view_of
+from support_word_tokenizer import word_tokenizer
 
-from hf_batchllm.inputs.prompts import Prompt
-from hf_batchllm.planning.sharing import plan_sharing
-from hf_batchllm.results.generations import BatchResult, Generation
-from hf_batchllm.results.timeline import Timeline
+from hf_batchllm import BatchGenerator, BatchResult, Generation, Score, ScoreResult, SharingPlan
+from hf_batchllm.results.sharing_plan import layout_of
+from hf_batchllm.results.timeline import PHASES, Timeline, phases_bar, timeline_panels
 from hf_batchllm.results.views import icicle
-from hf_batchllm.results.views.axes import ticks
-from hf_batchllm.results.views.markup import clean, percent
-from hf_batchllm.results.views.plan import plan_html
-from hf_batchllm.results.views.timeline import columns, phases_bar, timeline_panels
+from hf_batchllm.results.views.chart import ticks
+from hf_batchllm.results.views.html import clean, percent
+from hf_batchllm.results.views.icicle import Icicle, Shades
+from hf_batchllm.results.views.style import SHADES
 
 ROOT = Path(__file__).resolve().parents[1]
-VIEWS = ROOT / "hf_batchllm" / "results" / "views"
 MOST_BYTES = 300_000
-
-
-def groups(count: int, size: int = 3, shared: int = 20) -> list[list[int]]:
-    return [[*range(group * 50, group * 50 + shared), row] for group in range(count) for row in range(size)]
-
-
-def staircase(count: int, step: int = 4) -> list[list[int]]:
-    """Each prompt leaves the one prefix of all a little later."""
-    base = list(range(step * count + 8))
-    return [[*base[: 8 + step * at], 10**6 + at] for at in range(count)]
-
-
-def nothing() -> Timeline:
-    none = np.zeros(0, np.int64)
-    return Timeline(0.0, np.zeros(0), none, none, none, none, none, {"prompts": 0.0})
-
-
-LISTS = {
+ZEROS = np.zeros(0, np.int64)
+NO_STEP = Timeline(0.0, np.zeros(0), ZEROS, ZEROS, ZEROS, ZEROS, ZEROS, {"prompts": 0.0})
+LISTS: dict[str, list[list[int]]] = {
     "empty": [],
     "one": [[1, 2, 3]],
     "one token": [[1]],
@@ -50,90 +39,72 @@ LISTS = {
     "all equal": [[1, 2, 3, 4, 5]] * 9,
     "nested": [[*range(100), *range(1000 * d, 1000 * d + 50), q] for d in range(1, 40) for q in (7, 8)] + [[5, 6]] * 3,
     "one much longer": [[*range(50), at] for at in range(30)] + [list(range(9, 9000))],
-    "many groups": groups(2000),
-    "staircase": staircase(900),
+    "many groups": [[*range(group * 50, group * 50 + 20), row] for group in range(2000) for row in range(3)],
+    "staircase": [[*range(8 + 4 * at), 10**6 + at] for at in range(900)],  # each leaves the prefix of all a bit later
     "many alone": [[at, *range(at % 17)] for at in range(9000)],
 }
 
 
-# -- a page that holds together ----------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def assert_areas(plan: SharingPlan, picture: Icicle) -> None:
+    """Areas are tokens, however much is folded."""
+    blocks = [plan.segments[index] for index in picture.blocks]
+    asked = sum(len(block) * block.members for block in blocks) + (picture.size * (picture.shared + picture.own)).sum()
+    saved = sum(block.saved_tokens for block in blocks) + (picture.size * picture.shared * picture.saving).sum()
+    assert asked == pytest.approx(plan.total_tokens) and saved == pytest.approx(plan.saved_tokens)
+    assert picture.size.sum() == len(plan.order)
 
 
 @pytest.mark.parametrize("rows", LISTS.values(), ids=LISTS.keys())
-def test_every_plan_is_a_small_page(rows):
+def test_every_plan_is_a_small_page(rows: list[list[int]]) -> None:
     plan = plan_of(rows)
     page = view_of(plan)
-    assert len(page.html.encode()) < MOST_BYTES * 2 // 3
+    assert len(page.html.encode()) < MOST_BYTES * 2 // 3 and page.html.count("<style>") == 1
     assert page.rects <= 2 * (icicle.MOST_BLOCKS + icicle.MOST_COLUMNS)
-    assert page.html.count("<style>") == 1
     for figure in (len(rows), plan.total_tokens, plan.computed_tokens):
         assert f"{figure:,}" in page.text
     assert str(plan) in page.text, "for where styles are taken away"
-
-
-@pytest.mark.parametrize("rows", LISTS.values(), ids=LISTS.keys())
-def test_areas_are_tokens(rows):
-    plan = plan_of(rows)
-    picture = icicle.icicle(plan)
-    blocks = [plan.segments[index] for index in picture.blocks]
-    asked = sum(len(block) * block.members for block in blocks) + (picture.size * (picture.shared + picture.own)).sum()
-    saved = sum(len(block) * (block.members - 1) for block in blocks)
-    saved += (picture.size * picture.shared * picture.saving).sum()
-    assert asked == pytest.approx(plan.total_tokens)
-    assert saved == pytest.approx(plan.saved_tokens)
-    assert len(picture.blocks) <= icicle.MOST_BLOCKS
-    assert picture.size.sum() == len(rows)
+    assert_areas(plan, layout_of(plan))
+    assert len(layout_of(plan).blocks) <= icicle.MOST_BLOCKS
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=40), st.integers(1, 12))
 @settings(max_examples=60)
-def test_folding_keeps_the_areas_and_what_stands_on_what(rows, most):
+def test_folding_keeps_the_areas_and_what_stands_on_what(rows: list[list[int]], most: int) -> None:
     plan = plan_of(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(icicle, "MOST_BLOCKS", most)
         patch.setattr(icicle, "MOST_COLUMNS", most)
-        picture = icicle.icicle(plan)
+        picture = layout_of(plan)
+    assert_areas(plan, picture)
     blocks = [plan.segments[index] for index in picture.blocks]
     assert len(blocks) <= most and len(picture.size) <= most + 2 * len(blocks)
     assert all(block.parent < 0 or block.parent in picture.blocks for block in blocks)
-    asked = sum(len(block) * block.members for block in blocks) + (picture.size * (picture.shared + picture.own)).sum()
-    assert asked == pytest.approx(plan.total_tokens)
-    # A column hangs from the lowest block that covers it.
     for first, size, top in zip(picture.first, picture.size, picture.top, strict=True):
-        over = [
-            block.end
-            for block, left in zip(blocks, picture.block_left, strict=True)
-            if left <= first < left + block.members
-        ]
-        assert top == max(over, default=0)
-        inside = [left for left in picture.block_left if first < left < first + size]
-        assert not inside, "no column goes on below a block that it does not stand under"
+        placed = list(zip(blocks, picture.block_left, strict=True))
+        over = [block.end for block, left in placed if left <= first < left + block.members]
+        assert top == max(over, default=0), "a column hangs from the lowest block that covers it"
+        assert not [left for left in picture.block_left if first < left < first + size], "and from no other one"
 
 
-def test_what_is_drawn_is_as_large_as_what_was_asked_for():
+def test_what_is_drawn_is_as_large_as_what_was_asked_for() -> None:
     plan = plan_of(LISTS["nested"])
-    page = view_of(plan)
-    sizes = [float(value) for name, value in page.attributes if name in ("width", "height") and value]
+    sizes = [float(value) for name, value in view_of(plan).attributes if name in ("width", "height") and value]
     drawn = sum(width * height for width, height in zip(sizes[::2], sizes[1::2], strict=True))
     longest = max(map(len, LISTS["nested"]))
     assert drawn / (1000 * 280) == pytest.approx(plan.total_tokens / (len(plan.order) * longest), rel=0.01)
 
 
-def test_one_prompt_much_longer_than_the_rest_does_not_make_them_flat():
+def test_prompts_much_longer_than_the_rest_are_cut_off_and_nothing_is_drawn_below() -> None:
     page = view_of(plan_of(LISTS["one much longer"]))
     assert "cut off here: the longest prompt has 8,991 tokens" in page.text
-    assert icicle.icicle(plan_of(LISTS["one much longer"])).limit < 80
+    assert layout_of(plan_of(LISTS["one much longer"])).limit < 80, "the others are not flat"
     assert "cut off" not in view_of(plan_of(LISTS["nested"])).text
-
-
-def test_nothing_is_drawn_below_the_cut():
-    """Few prompts are much longer than all others, and share what lies below the end of the picture."""
-    long = [
-        [5, *range(100, 5000), *range(5000 + 1000 * pair, 5900 + 1000 * pair), row]
-        for pair in (0, 1)
-        for row in range(5)
-    ]
-    apart = [[5, *range(100, 5000), 7 * row, row] for row in range(30)]
+    pairs = [(pair, row) for pair in (0, 1) for row in range(5)]
+    long = [[5, *range(100, 5000), *range(5000 + 1000 * pair, 5900 + 1000 * pair), row] for pair, row in pairs]
+    apart = [[5, *range(100, 5000), 7 * row, row] for row in range(30)]  # what they share lies below the cut
     for rows in ([[at, 1, 2] for at in range(10, 1000)] + long, [[at % 7, at] for at in range(20_000)] + long + apart):
         page = view_of(plan_of(rows))
         assert "cut off here" in page.text
@@ -142,36 +113,44 @@ def test_nothing_is_drawn_below_the_cut():
             assert width >= 0 and height >= 0 and left + width < 1001 and top + height < 281
 
 
-def test_what_a_block_says():
+def test_what_a_plan_says() -> None:
     plan = plan_of([[*range(20), at] for at in range(5)] + [[99, 98]])
     plan.labels[0] = "You are a helpful"
     titles = view_of(plan).titles
     assert "5 prompts share 20 tokens: 80 saved; the first is prompt 0\n“You are a helpful”" in titles
     assert "prompt 5: 2 tokens of its own" in titles
     # A run's sequences may be several samples of a prompt, so they have no number that a user knows.
-    titles = view_of(report_of(plan)).titles
-    assert "5 sequences share 20 tokens: 80 saved\n“You are a helpful”" in titles
-
-
-def test_what_is_not_shared_is_not_said_to_have_nothing_in_common():
-    rows = [Prompt(np.arange(50, dtype=np.int32))] * 3
-    page = view_of(plan_sharing(rows, share=False))
-    assert "No tokens are computed once for several of them" in page.text and "in common" not in page.text
-
-
-def test_the_table_names_what_saves_most():
+    assert "5 sequences share 20 tokens: 80 saved\n“You are a helpful”" in view_of(report_of(plan)).titles
     plan = plan_of(LISTS["nested"])
     plan.labels[plan.largest_savers()[0].index] = "a system prompt"
     text = view_of(plan).text
-    assert text.index("a system prompt") < text.index("tokens 100 to 150 of prompt")
-    assert "and 33 more" in text  # of 41
+    assert text.index("a system prompt") < text.index("tokens 100 to 150 of prompt") and "and 33 more" in text  # of 41
+    text = view_of(plan_of([[*range(9), at] for at in range(3)], fee=50)).text
+    assert "No tokens are computed once for several of them" in text and "in common" not in text
+
+
+@pytest.mark.parametrize("numbers", [range(2, 40), [2] * 5, [2, 3, 8, 24, 25, 200, 10_000], [], range(2, 900)])
+def test_more_prompts_never_have_a_lower_shade(numbers: list[int]) -> None:
+    shades = Shades(numbers)
+    used = [shades.of(number) for number in sorted(numbers)]
+    assert used == sorted(used) and all(1 <= shade <= SHADES for shade in used)
+    names = [name for _, name in shades.names()]
+    assert len(set(names)) == len(names) == len(set(used))
+    if list(numbers) == [2, 3, 8, 24, 25, 200, 10_000]:
+        assert names == ["2 – 3", "8", "24 – 25", "200", "10,000"]
+
+
+def test_numbers_that_differ_have_shades_that_differ() -> None:
+    plan = plan_of([[1, 2, 3, 4, at] for at in range(10, 34)] + [[5, 6, 7, 8, at] for at in range(40, 48)])
+    used = {f"hfb-s{Shades([24, 8]).of(members)}" for members in (24, 8)}
+    assert all(f'rect class="{kind}' in plan._repr_html_() for kind in used) and len(used) == 2
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 TIMELINES = {
     "none": None,
-    "no step": nothing(),
+    "no step": NO_STEP,
     "one stretch": timeline_of(1),
     "some": timeline_of(40),
     "hundreds": timeline_of(700),
@@ -182,64 +161,66 @@ TIMELINES = {
 @pytest.mark.some_cases
 @pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES.keys())
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "interrupted"])
-def test_every_report_is_a_small_page(timeline, finished):
+def test_every_report_is_a_small_page(timeline: Timeline | None, finished: bool) -> None:
     plan = plan_of(LISTS["staircase"])
     report = report_of(plan, timeline, finished=900 if finished else 3, seconds=0.0 if timeline is None else 3.5)
     page = view_of(report)
-    assert len(page.html.encode()) < MOST_BYTES
+    assert len(page.html.encode()) < MOST_BYTES and page.html.count("<style>") == 1 and str(report) in page.text
     assert ("Interrupted: 3 of 900 sequences had finished" in page.text) == (not finished)
-    assert str(report) in page.text
     for what in ("prompts", "model", "KV cache", "seed"):
-        assert f">{what}</span></td>" in page.html
-    drawn = timeline is not None and len(timeline) > 0
-    assert ("Tokens in each step" in page.text) == drawn
-    assert page.html.count("<style>") == 1
+        assert f'<td class="hfb-fact">{what}</td>' in page.html
+    assert ("Tokens in each step" in page.text) == (timeline is not None and len(timeline) > 0)
 
 
-def test_a_timeline_of_any_length_has_few_columns_and_the_same_tokens():
+def test_a_timeline_of_any_length_has_few_columns_and_the_same_tokens() -> None:
     timeline = timeline_of(701)
     for most in (1, 7, 300, 701, 5000):
-        folded = columns(timeline, most)
-        assert len(folded) <= most and len(folded.edges) == len(folded) + 1
-        assert folded.edges[0] == timeline.begin and folded.edges[-1] == timeline.ends[-1]
-        assert folded.steps.sum() == timeline.steps.sum()
-        assert (folded.steps * folded.prompt_tokens).sum() == pytest.approx(timeline.prompt_tokens.sum())
-        assert (folded.steps * folded.decode_tokens).sum() == pytest.approx(timeline.decode_tokens.sum())
-        assert folded.running.max() == timeline.running.max()
-        assert folded.cache_bytes.max() == timeline.cache_bytes.max()
+        folded = timeline.folded(most)
+        assert len(folded) <= most and (folded.begin, folded.ends[-1]) == (timeline.begin, timeline.ends[-1])
+        for name in ("steps", "prompt_tokens", "decode_tokens"):
+            assert getattr(folded, name).sum() == getattr(timeline, name).sum()
+        for name in ("running", "cache_bytes"):
+            assert getattr(folded, name).max() == getattr(timeline, name).max()
 
 
-def test_little_use_of_a_large_cache_is_still_a_curve():
+def test_little_use_of_a_large_cache_is_still_a_curve() -> None:
     timeline = timeline_of(40)
     highest = int(timeline.cache_bytes.max())
     little, much = timeline_panels(timeline, 1000 * highest), timeline_panels(timeline, 2 * highest)
-    assert "dashed" not in little and "0.1% of" in little
-    assert "dashed" in much and "50.0% of" in much
+    assert "dashed" not in little and "0.1% of" in little and "dashed" in much and "50.0% of" in much
     area = little.split('class="hfb-c2" d="')[1].split('"')[0]
     heights = [float(part.split("H")[0].split("V")[-1].split(" ")[-1].split("L")[0]) for part in area.split("V")[1:]]
     assert min(heights) < 8, "the curve reaches the top of its panel"
     assert timeline_panels(timeline, 0)
 
 
-def test_phases_add_up_and_short_ones_are_gathered():
-    spent = {"prompts": 0.001, "planning": 0.002, "model": 9.0, "tokens": 1.0, "outside": 0.0}
-    timeline = nothing()
-    timeline.phases.clear()
-    timeline.phases.update(spent)
-    page = Page(phases_bar(timeline))
+def test_phases_add_up_and_short_ones_are_gathered() -> None:
+    page = Page(phases_bar({"prompts": 0.001, "planning": 0.002, "model": 9.0, "tokens": 1.0, "outside": 0.0}))
     widths = [float(value[6:-1]) for name, value in page.attributes if name == "style" and value]
     assert sum(widths) == pytest.approx(100, abs=0.1) and len(widths) == 3
     assert "model9.00 s90.0%" in page.text and "the rest3 ms< 0.1%" in page.text and "10.00 s in all" in page.text
     assert any("prompts, planning" in title for title in page.titles)
+    colours = re.findall(r'<span class="(hfb-c\d+)"', phases_bar(dict.fromkeys(PHASES, 1.0)))
+    assert len(set(colours)) == len(PHASES), "each phase has a colour of its own"
+
+
+def test_the_report_of_scores_does_not_contradict_itself() -> None:
+    """Two choices of a token are read from one sequence: half is saved, though the sequences share nothing."""
+    report = BatchGenerator(build("llama")).score([[5, 6], [8, 9]], choices=[[5], [6]]).report
+    assert report is not None and report.saving == 0.5 and report.plan.saving == 0
+    html = report._repr_html_()
+    assert "50.0%" in html and "0%</b>" not in html.replace("50.0%</b>", "") and "0% of their tokens" not in html
+    assert "The scores were read from 2 sequences" in html
+    assert "4 scores" in str(report) and "read from 2 sequences that were run" in str(report)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_result_shows_its_ends_and_decodes_nothing_else():
-    decoded = []
+def test_a_long_result_shows_its_ends_and_decodes_nothing_else() -> None:
+    decoded: list[int] = []
 
-    def decode(ids):
+    def decode(ids: list[int]) -> str:
         decoded.append(ids[0])
         return f"prompt number {ids[0]}"
 
@@ -247,65 +228,126 @@ def test_a_long_result_shows_its_ends_and_decodes_nothing_else():
     assert not decoded, "as long as nobody looks"
     page = view_of(result)
     assert decoded == [*range(15), *range(9995, 10_000)]
-    assert "… 9,980 more" in page.text and "prompt number 9999" in page.text and "answer 14" in page.text
+    for shown in ("… 9,980 more", "prompt number 9999", "answer 14", "10 new tokens in 1.50 s"):
+        assert shown in page.text
     assert "answer 15" not in page.text and "answer 9994" not in page.text
-    assert "10 new tokens in 1.50 s" in page.text
     assert 'class="hfb-more"' in page.html and 'class="hfb-more"' not in view_of(result_of(["x"] * 20)).html
 
 
-def test_samples_stand_under_their_prompt():
-    asked = []
+def test_samples_stand_under_their_prompt() -> None:
+    asked: list[list[int]] = []
     page = view_of(
         result_of([f"answer {at}" for at in range(6)], samples=3, decode=lambda ids: asked.append(ids) or "p")
     )
     assert len(asked) == 2, "once for each prompt"
-    assert page.html.count('rowspan="3"') == 4 and '<th class="hfb-num">sample</th>' in page.html
+    assert page.html.count('rowspan="3"') == 4 and "sample</th>" in page.html
+    assert '<th colspan="2">prompt</th>' in page.html, "that is whose numbers are beside them"
     assert "sample</th>" not in view_of(result_of(["x"])).html
 
 
-def test_errors_ids_and_empty_answers():
+@pytest.mark.parametrize("decode", [None, lambda ids: None, lambda ids: 1 / 0], ids=["none", "no text", "fails"])
+def test_errors_ids_and_empty_answers(decode: Any) -> None:
     rows = [
         Generation(0, 0, None, [], [], "error", error="prompt is too <long>"),
         Generation(1, 0, None, [7, 8], [4, 5], "length"),
         Generation(2, 0, "", [2], [4, 5], "stop"),
     ]
-    for decode in (None, lambda ids: None, lambda ids: 1 / 0):
-        page = view_of(BatchResult(rows, None, decode))
-        assert "prompt is too <long>" in page.text and "hfb-error" in page.html
-        assert "4 5" in page.text and "7 8" in page.text and "(empty)" in page.text
+    page = view_of(BatchResult(rows, None, decode))
+    for shown in ("prompt is too <long>", "4 5", "7 8", "(empty)"):
+        assert shown in page.text
+    assert "hfb-error" in page.html
     assert view_of(BatchResult([], None)).text.count("0 generations") == 2
 
 
-def test_a_long_prompt_shows_both_ends_and_no_more_is_decoded():
-    asked = []
+def test_long_prompts_show_both_ends_and_no_more_is_decoded() -> None:
+    asked: list[int] = []
 
-    def decode(ids):
+    def decode(ids: list[int]) -> str:
         asked.append(len(ids))
         return " ".join(f"w{token}" for token in ids)
 
-    rows = [Generation(0, 0, "yes", [1], list(range(50_000)), "stop")]
-    page = view_of(BatchResult(rows, None, decode))
+    page = view_of(BatchResult([Generation(0, 0, "yes", [1], list(range(50_000)), "stop")], None, decode))
     assert "w0 w1 w2" in page.text and "w49999" in page.text and "w25000" not in page.html
     assert sum(asked) <= 1000 and len(page.html) < 50_000
 
 
-def test_long_texts_are_cut_and_stand_in_the_tooltip():
+def test_long_texts_are_cut_and_stand_in_the_tooltip() -> None:
     answer = "word " * 150
     page = view_of(result_of([answer + "end", "x" * 10**6]))
-    assert answer + "end" in page.titles
-    assert answer not in page.text and "…" in page.text
-    assert len(page.html) < 50_000
+    assert answer + "end" in page.titles and answer not in page.text and "…" in page.text and len(page.html) < 50_000
 
 
-def test_results_can_be_pickled_whatever_decodes_them():
+def test_long_prompts_and_contexts_are_cut_between_words() -> None:
+    words = " ".join(f"remarkable{at:03}" for at in range(60))
+    lines = words.replace(" ", "\n")
+    for text in (words, lines):
+        scores = ScoreResult([Score(0, 0, "yes", [5], [-1.0], True, context=text)], None)
+        generations = BatchResult([Generation(0, 0, "yes", [5], [6], "stop", prompt=text)], None)
+        for result in (scores, generations):
+            assert f'title="{text}"' in result._repr_html_(), "it is short enough for a tooltip"
+            shown = re.findall(r">([^<>]*remarkable[^<>]*)<", view_of(result).html.split("hfb-view")[-1])
+            pieces = " ".join(shown).replace("…", " ").split()
+            assert len(pieces) > 6 and all(re.fullmatch(r"remarkable\d{3}", piece) for piece in pieces)
+
+
+def test_results_can_be_pickled_whatever_decodes_them() -> None:
     result = pickle.loads(pickle.dumps(result_of(["a"], decode=lambda ids: "prompt text")))
     assert result.texts == ["a"] and "0 5 6" in view_of(result).text
 
 
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def scores_of(contexts: int, choices: list[str], context: str | None = "question {}?") -> ScoreResult:
+    rows = [(at, choice, text) for at in range(contexts) for choice, text in enumerate(choices)]
+    named = [None if context is None else context.format(at) for at, _, _ in rows]
+    return ScoreResult(
+        [Score(*row, [5], [-1.0], True, context=name) for row, name in zip(rows, named, strict=True)], None
+    )
+
+
+def test_contexts_and_probabilities_among_choices() -> None:
+    generator = BatchGenerator(build("llama"), word_tokenizer(97, template=True))
+    contexts = ["w3 w4", "w7 " * 90 + "w8", [{"role": "user", "content": "w9 w10"}]]
+    result = generator.score(contexts, choices=[" w5", " w6"])
+    html = view_of(result).html
+    assert "w3 w4" in html and "w9 w10" in html and "… w7 w7" in html and html.count("<td") < 60
+    assert all(f"{probability:.1%}" in html for among in result.probabilities for probability in among)
+    assert html.count("among these") == 1 and html.count('rowspan="2"') == 6
+    alone = scores_of(3, ["yes"], None)._repr_html_()  # nothing to compare
+    assert "among these" not in alone and ">context<" not in alone and "-1.000" in alone
+
+
+def test_errors_and_interrupted_scores_have_pictures() -> None:
+    rows = [Score(0, 0, "yes", [5], [-1.0], True), Score(0, 1, "no", [], [], False, "is <empty>", "what?")]
+    html = ScoreResult(rows, None)._repr_html_()
+    assert "is &lt;empty&gt;" in html and "nan" not in html.split("hfb-view")[-1]
+    assert "<b>" not in ScoreResult(rows[:1], None, complete=False)._repr_html_()
+
+
+def test_of_many_contexts_the_first_and_the_last_are_shown() -> None:
+    shown = view_of(scores_of(40, ["yes", "no", "perhaps"])).text
+    assert "… 27 more contexts, 81 scores" in shown
+    for at, there in ((0, True), (9, True), (10, False), (36, False), (37, True), (39, True)):
+        assert (f"question {at}?" in shown) == there
+    few = view_of(scores_of(13, ["yes", "no", "perhaps"])).text
+    assert "more context" not in few and "question 12?" in few
+    assert "… 460 more of this context" in view_of(scores_of(1, ["x"] * 500)).text
+    long = view_of(scores_of(3, ["x"] * 35)).text  # one is longer than the room for the last ones
+    assert "question 0?" in long and "… 2 more contexts, 70 scores" in long
+
+
+def test_the_space_of_a_choice_is_seen() -> None:
+    shown = view_of(scores_of(1, [" yes", "no"])).text
+    assert "␣yes" in shown and "␣no" not in shown and "no" in shown
+
+
 # -- what users bring along --------------------------------------------------------------------------------------------
 
+VIEWS = ["plan", "report", "result", "interrupted", "scores"]
 
-def every_view_of(text):
+
+def every_view_of(text: Any) -> Iterator[tuple[str, Any]]:
     """(what it is, the view), with the text in every place that takes one."""
     plan = plan_of([[*range(60), at] for at in range(9)])
     plan.labels[0] = text
@@ -320,107 +362,80 @@ def every_view_of(text):
     ]
     yield "result", BatchResult(rows, report_of(plan), lambda ids: text)
     yield "interrupted", BatchResult(rows[:1], report_of(plan, finished=1), lambda ids: text)
+    contexts = [text, text * 400, [{"role": "user", "content": text}]]
+    scores = [Score(at, 0, text, [1], [-1.0], True, context=context) for at, context in enumerate(contexts)]
+    yield "scores", ScoreResult([*scores, Score(3, 0, text, [], [], False, error=text)], None)
 
 
-@pytest.mark.parametrize("what", ["plan", "report", "result", "interrupted"])
-def test_text_of_users_is_text(what):
-    page = view_of(
-        dict(every_view_of(NASTY))[what]
-    )  # it asserts that there are no tags but ours, and no odd characters
+@pytest.mark.parametrize("what", VIEWS)
+def test_text_of_users_is_text(what: str) -> None:
+    page = view_of(dict(every_view_of(NASTY))[what])  # asserts that there are no tags but ours, and no odd characters
     start = "a & b &amp; \"'` " + SCRIPT
-    assert start in page.text.replace("\n", "")
-    assert any(start in title for title in page.titles)
+    assert start in page.text.replace("\n", "") and any(start in title for title in page.titles)
     assert page.html.count("<style>") == 1
 
 
-@pytest.mark.parametrize("what", ["plan", "report", "result", "interrupted"])
+@pytest.mark.parametrize("what", VIEWS)
 @pytest.mark.parametrize("text", ["", " ", "\n\n", "\ud83d", "\x00", "…" * 5000, IMAGE, "𝕏\u0301" * 300, "\u202e" * 9])
-def test_odd_texts(what, text):
+def test_odd_texts(what: str, text: str) -> None:
     view_of(dict(every_view_of(text))[what])
 
 
-@pytest.mark.parametrize("what", ["plan", "report", "result", "interrupted"])
-def test_dollars_are_no_formulas(what):
-    page = view_of(dict(every_view_of("from $5 to $10"))[what])
-    assert page.attributes[0] == ("class", "hfb mathjax_ignore tex2jax_ignore"), "of the element around everything"
-
-
-def test_control_characters_can_be_seen():
-    assert clean("a\x00b\x1bc\x7fd\x9be\ud800f\ufffe") == "a␀b␛c␡d\ufffde\ufffdf\ufffd"
-    assert clean("a\r\nb\tc\rd") == "a\nb\tc␍d"
+def test_dollars_are_no_formulas() -> None:
+    for _, view in every_view_of("from $5 to $10"):
+        assert view_of(view).attributes[0] == ("class", "hfb mathjax_ignore tex2jax_ignore"), "around everything"
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0])
-def test_odd_figures(odd):
-    timeline = timeline_of(4)
+def test_odd_figures(odd: float) -> None:
+    timeline, plan = timeline_of(4), plan_of([[1, 2]])
     timeline.phases["model"] = odd
-    plan = plan_of([[1, 2]])
     view_of(report_of(plan, timeline, seconds=odd, saving=odd))
-    timeline = timeline_of(4, begin=odd)
-    view_of(report_of(plan, timeline, kv_memory=0, peak_memory=0, new_tokens=0))
+    view_of(report_of(plan, timeline_of(4, begin=odd), kv_memory=0, peak_memory=0, new_tokens=0))
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
+def test_control_characters_can_be_seen() -> None:
+    assert clean("a\x00b\x1bc\x7fd\x9be\ud800f\ufffe") == "a␀b␛c␡d\ufffde\ufffdf\ufffd"
+    assert clean("a\r\nb\tc\rd") == "a\nb\tc␍d"
+
+
 @pytest.mark.parametrize("limit", [1e-4, 0.7, 1, 3, 8.7, 42.4, 99_999, 10**12])
 @pytest.mark.parametrize("most", [1, 2, 5])
 @pytest.mark.parametrize("whole", [True, False])
-def test_ticks_are_round_and_few(limit, most, whole):
+def test_ticks_are_round_and_few(limit: float, most: int, whole: bool) -> None:
     marks = ticks(limit, most, whole)
     assert marks[0] == 0 and len(marks) <= most + 1 and marks[-1] <= limit * (1 + 1e-6)
-    if limit >= 1 or not whole:
-        assert len(marks) >= 2 or most == 1
-    if whole:
-        assert all(mark == int(mark) for mark in marks)
+    assert len(marks) >= 2 or most == 1 or (whole and limit < 1)
+    assert not whole or all(mark == int(mark) for mark in marks)
 
 
-def test_shares_are_never_all_or_nothing_unless_they_are():
+def test_shares_are_never_all_or_nothing_unless_they_are() -> None:
     assert [percent(share) for share in (0, 1e-5, 0.5, 0.99999, 1)] == ["0%", "< 0.1%", "50.0%", "> 99.9%", "100%"]
 
 
-def test_the_style_sheet_means_nothing_outside():
-    style = plan_html(plan_of([[1, 2]])).split("<style>")[1].split("</style>")[0]
+def test_the_style_sheet_means_nothing_outside() -> None:
+    style = plan_of([[1, 2]])._repr_html_().split("<style>")[1].split("</style>")[0]
     assert "@import" not in style and "url(" not in style and "<" not in style
     assert style.count("{") == style.count("}")
-    flat = style.replace("@media (prefers-color-scheme:dark){", "").replace("@container (max-width:560px){", "")
+    flat = re.sub(r"@(media|container) \([^)]*\)\{", "", style)
     selectors = [rule.split("{")[0].lstrip("}") for rule in flat.split("}") if "{" in rule]
-    parts = [part for selector in selectors for part in _outside_brackets(selector)]
-    assert len(parts) > 60
-    assert all(".hfb" in part for part in parts), [part for part in parts if ".hfb" not in part]
+    while any("(" in selector for selector in selectors):  # commas within brackets part nothing
+        selectors = [re.sub(r"\([^()]*\)", "", selector) for selector in selectors]
+    parts = [part for selector in selectors for part in selector.split(",")]
+    assert len(parts) > 60 and all(".hfb" in part for part in parts), [part for part in parts if ".hfb" not in part]
 
 
-def _outside_brackets(selector):
-    depth, part = 0, ""
-    for letter in selector:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and not depth:
-            yield part
-            part = ""
-        else:
-            part += letter
-    yield part
-
-
-def test_views_need_neither_torch_nor_a_plotting_library():
+def test_views_need_neither_torch_nor_a_plotting_library() -> None:
     code = """
 import sys
-from hf_batchllm import BatchResult, plan_prompts
-from hf_batchllm.results.generations import Generation
-plan = plan_prompts([[1, 2, 3, 4], [1, 2, 3, 5]])
-assert "hf_batchllm.results.views" not in sys.modules, "nobody has looked yet"
-plan._repr_html_()
+from hf_batchllm import BatchResult, Generation, Score, ScoreResult, plan_prompts
+plan_prompts([[1, 2, 3, 4], [1, 2, 3, 5]])._repr_html_()
 BatchResult([Generation(0, 0, "a", [1], [2], "stop")], None)._repr_html_()
-import hf_batchllm.results.views.report
-assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
+ScoreResult([Score(0, 0, "a", [1], [-1.0], True)], None)._repr_html_()
+assert not {"torch", "transformers", "matplotlib", "pandas", "PIL"} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.some_cases
-@pytest.mark.parametrize("module", [path.stem for path in VIEWS.glob("[a-z]*.py")])
-def test_each_view_can_be_imported_first(module):
-    code = f"import hf_batchllm.results.views.{module}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

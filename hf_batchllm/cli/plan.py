@@ -154,10 +154,9 @@ def _check_html(path: str) -> None:
 
 def _show(asked: argparse.Namespace, file_plan: FilePlan, console: Console) -> None:
     if asked.html is not None:
-        from ..results.views.markup import text
-        from ..results.views.plan import plan_html
+        from ..results.views.html import text
 
-        body = "\n".join(map(plan_html, file_plan.plans))
+        body = "\n".join(plan._repr_html_() for plan in file_plan.plans)
         with open(asked.html, "w", encoding="utf-8") as file:
             file.write(_PAGE.format(title=text(f"What the prompts of {asked.source} share"), body=body))
     figures = file_plan.figures

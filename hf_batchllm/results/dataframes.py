@@ -7,7 +7,6 @@ A table is a dict, name -> (kind, values). Kinds: "int64", "float64", "bool", "s
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,32 @@ if TYPE_CHECKING:
     import pandas
 
 Columns = Mapping[str, tuple[str, list[Any]]]
+_PLAIN = ("int64", "float64", "bool", "string")
+_KINDS = {  # all other columns are text
+    "int64": "index sample choice prompt_tokens new_tokens tokens",
+    "float64": "logprob mean_logprob score",
+    "bool": "is_greedy",
+    "logprobs": "logprobs prompt_logprobs",
+    "ids": "token_ids prompt_token_ids",
+    "prompt": "prompt context",
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_COUNTS = {"prompt_tokens": "prompt_token_ids", "new_tokens": "token_ids", "tokens": "token_ids"}
 
 
-def prompt_column(prompts: list[Any]) -> tuple[str, list[Any]]:
-    """Prompts are text in most lists: then their column is."""
-    return ("prompt" if any(isinstance(prompt, list) for prompt in prompts) else "string"), prompts
+def columns_of(rows: Sequence[Any], fields: str, ids: bool) -> Columns:
+    """``fields``: in their order; with a "?", one that is a column if any row has it. ``ids``: whether ids are."""
+    columns = {}
+    for field in fields.split():
+        name = field.removesuffix("?")
+        kind = _KIND_OF.get(name, "string")
+        values = [getattr(row, _COUNTS.get(name, name)) for row in rows]
+        if (kind == "ids" and not ids) or (name != field and all(value is None for value in values)):
+            continue
+        if kind == "prompt" and not any(isinstance(value, list) for value in values):
+            kind = "string"  # as in most lists
+        columns[name] = (kind, list(map(len, values)) if name in _COUNTS else values)
+    return columns
 
 
 def index_of(prompts: Any) -> Any:
@@ -41,11 +61,8 @@ def table_of(columns: Columns, index: Any) -> pandas.DataFrame:
         import pandas as pd
     except ModuleNotFoundError as missing:
         raise _lacking("to_pandas()", missing, "'hf-batchllm[notebook]'") from None
-    plain = ("int64", "float64", "bool", "string")
-    made = {
-        name: pd.Series(values, dtype=kind if kind in plain else "object") for name, (kind, values) in columns.items()
-    }
-    frame = pd.DataFrame(made)
+    kinds = {name: kind if kind in _PLAIN else "object" for name, (kind, _) in columns.items()}
+    frame = pd.DataFrame({name: pd.Series(values, dtype=kinds[name]) for name, (_, values) in columns.items()})
     if index is not None:
         frame.index = index.take(columns["index"][1])
     return frame
@@ -56,12 +73,18 @@ def _lacking(what: str, missing: ModuleNotFoundError, install: str) -> ModuleNot
 
 
 def write_json_lines(columns: Columns, path: str | os.PathLike[str]) -> None:
-    names = list(columns)
     # Half a character, as a tokenizer may give, cannot be written as UTF-8.
     with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for row in zip(*(values for _, values in columns.values()), strict=True):
-            record = {name: _in_json(value) for name, value in zip(names, row, strict=True)}
-            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=_described) + "\n")
+            file.write(_in_json(dict(zip(columns, row, strict=True))) + "\n")
+
+
+def _in_json(record: Any) -> str:
+    """JSON has no numbers for NaN and infinity: null stands for them."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False, default=_described)
+    except ValueError:
+        return _in_json(json.loads(json.dumps(record, default=_described), parse_constant=lambda _: None))
 
 
 def _described(value: Any) -> Any:
@@ -76,59 +99,39 @@ def _described(value: Any) -> Any:
     return str(value)
 
 
-def _in_json(value: Any) -> Any:
-    """JSON has no numbers for NaN and infinity: null stands for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _in_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        # Token ids are many, and as they are.
-        return value if value and isinstance(value[0], int) else [_in_json(each) for each in value]
-    return value
-
-
 def dataset_of(columns: Columns) -> datasets.Dataset:
     try:
         import datasets as hf
         import pyarrow as pa
     except ModuleNotFoundError as missing:
         raise _lacking("to_dataset()", missing, "datasets") from None
-    plain = {"int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_(), "string": pa.string()}
     arrays = {}
     for name, (kind, values) in columns.items():
-        if kind in plain:
-            arrays[name] = pa.array(values, type=plain[kind])
-        elif kind == "ids":
-            arrays[name] = pa.array(values, type=pa.list_(pa.int64()))
-        elif kind == "logprobs":
-            each = pa.list_(pa.struct({"token_id": pa.int64(), "logprob": pa.float64()}))
-            given = [_with_names(row) for row in values]
-            of_tokens = any(row and isinstance(row[0], float) for row in values)
-            arrays[name] = pa.array(given, type=pa.list_(pa.float64() if of_tokens else each))
-        else:
+        if kind == "prompt":
             arrays[name] = pa.array(_of_one_kind(values))
+            continue
+        each = pa.list_(pa.struct({"token_id": pa.int64(), "logprob": pa.float64()}))
+        if kind == "logprobs" and any(row and isinstance(row[0], float) for row in values):
+            each = pa.float64()
+        elif kind == "logprobs":
+            values = [row and [_with_names(place) for place in row] for row in values]
+        types = {"ids": pa.list_(pa.int64()), "logprobs": pa.list_(each), "bool": pa.bool_()}
+        arrays[name] = pa.array(values, type=types.get(kind, kind))
     return hf.Dataset(pa.table(arrays))
 
 
-def _with_names(row: Sequence[Any] | None) -> Any:
-    """Dicts by token id as lists: a dataset would make a column of each token."""
-    if row is None or (row and isinstance(row[0], float)):
-        return row
-    return [
-        None if place is None else [{"token_id": token, "logprob": value} for token, value in place.items()]
-        for place in row
-    ]
+def _with_names(logprobs: Mapping[int, float] | None) -> list[dict[str, float]] | None:
+    """A dict by token id as a list: a dataset would make a column of each token."""
+    return None if logprobs is None else [{"token_id": token, "logprob": value} for token, value in logprobs.items()]
 
 
 def _of_one_kind(prompts: list[Any]) -> list[Any]:
     """Chats; where there are strings among them, or parts of several kinds, all as text: chats then are JSON."""
-    given = [prompt for prompt in prompts if prompt is not None]
-    simple = all(
+    if all(
         isinstance(prompt, list) and all(isinstance(value, str) for message in prompt for value in message.values())
-        for prompt in given
-    )
-    if simple:
+        for prompt in prompts
+        if prompt is not None
+    ):
         return prompts
     return [
         json.dumps(each, ensure_ascii=False, default=_described) if isinstance(each, list) else each for each in prompts

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self
 
-from .dataframes import Columns, dataset_of, prompt_column, table_of, write_json_lines
 from .missing_names import OF_A_GENERATION, OF_A_RESULT, no_such
-from .rows import headline, picked
-from .run_report import RunReport
-from .short_values import short_ids, short_text
+from .rows import Rows, row_repr, short_ids, short_text
+from .run_report import RunReport, saved
+from .views.html import DASH, block, both_ends, cells, grouped, hidden, id_list, percent, seconds, table, text
+from .views.images import thumbnails
 
-if TYPE_CHECKING:
-    import datasets
-    import pandas
+Decode = Callable[[list[int]], str | None]
 
-
-_GENERATIONS_SHOWN = 3  # in a BatchResult's repr
+_LINES = 3  # in a BatchResult's repr
+_FIRST_ROWS, _LAST_ROWS = 15, 5  # of its table; all rows if there are no more than these together
+_PROMPT_ENDS = (80, 100)  # characters shown of a long prompt
+_PROMPT_TOKENS = 250  # decoded at each end of a long prompt
+_ANSWER_CHARACTERS = 320
+_RUN = 8  # equal tokens that follow each other: an image is one token many times over
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,10 +90,10 @@ class Generation:
         for name in ("logprobs", "prompt_logprobs"):
             if (values := getattr(self, name)) is not None:
                 said[name] = f"<of {len(values):,} tokens>"
-        return f"Generation({', '.join(f'{name}={value}' for name, value in said.items())})"
+        return row_repr(self, said)
 
 
-class BatchResult(Sequence[Generation]):
+class BatchResult(Rows[Generation]):
     """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``.
 
     A slice is a BatchResult with the same report, which is that of the whole call. Two are equal if their generations
@@ -100,9 +103,12 @@ class BatchResult(Sequence[Generation]):
     ``result[k].index`` says which.
     """
 
-    _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that a notebook shows
-    _is_slice = False  # then the report is about more rows than these
-    _index: Any = None  # of the pandas Series of prompts
+    _thing, _given = "generation", "prompt"
+    _fields = (
+        "prompt text finish_reason index sample prompt_tokens new_tokens error score? adapter? logprobs? "
+        "prompt_logprobs? token_ids prompt_token_ids"
+    )
+    _decode: Decode | None = None  # for the prompts that a notebook shows
 
     def __init__(
         self,
@@ -110,8 +116,7 @@ class BatchResult(Sequence[Generation]):
         report: RunReport | None,
         decode: Callable[[list[int]], str | None] | None = None,
     ) -> None:
-        self._generations = list(generations)
-        self.report = report
+        super().__init__(generations, report)
         self._decode = decode
 
     if not TYPE_CHECKING:
@@ -123,122 +128,95 @@ class BatchResult(Sequence[Generation]):
         """For pickle, which stores the results without the tokenizer."""
         return {name: value for name, value in self.__dict__.items() if name != "_decode"}
 
-    @overload
-    def __getitem__(self, index: int) -> Generation: ...
-    @overload
-    def __getitem__(self, index: slice) -> BatchResult: ...
-    def __getitem__(self, index: int | slice) -> Generation | BatchResult:
-        found = picked(self._generations, index)
-        if isinstance(found, Generation):
-            return found
-        part = BatchResult(found, self.report, self._decode)
-        part._index = self._index
-        part._is_slice = self._is_slice or len(found) < len(self)
-        return part
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, BatchResult):
-            return self._generations == other._generations
-        return self._generations == other if isinstance(other, list) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # as that of a list
-
-    def __len__(self) -> int:
-        return len(self._generations)
-
-    def __iter__(self) -> Iterator[Generation]:
-        return iter(self._generations)
-
     @property
     def texts(self) -> list[str | None]:
-        return [generation.text for generation in self._generations]
+        return [generation.text for generation in self]
 
     @property
     def token_ids(self) -> list[list[int]]:
-        return [generation.token_ids for generation in self._generations]
+        return [generation.token_ids for generation in self]
 
     @property
     def by_prompt(self) -> list[list[Generation]]:
         """The samples of each prompt. After an interrupt, prompts without any are left out."""
-        rows: list[list[Generation]] = []
-        for generation in self._generations:
-            if not rows or rows[-1][0].index != generation.index:
-                rows.append([])
-            rows[-1].append(generation)
-        return rows
+        return [list(samples) for _, samples in groupby(self, key=attrgetter("index"))]
 
-    def to_pandas(self, *, ids: bool = True) -> pandas.DataFrame:
-        """A DataFrame with one row for each generation: the fields of Generation, and the numbers of tokens.
+    def _part(self, rows: list[Generation]) -> Self:
+        return type(self)(rows, self.report, self._decode)
 
-        The prompt comes first and the token ids come last; ``ids=False`` leaves these out. Row ``k`` is ``self[k]``,
-        and where the prompts were a pandas Series, its label is that of its prompt. There are columns for ``score``,
-        ``adapter``, ``logprobs`` and ``prompt_logprobs`` if any generation has them.
-        """
-        return table_of(self._columns(ids), self._index)
+    def _lines(self) -> list[str]:
+        """Each says whose it is, if the row's number does not."""
+        sampled = any(row.sample for row in self)
+        if not sampled and all(row.index == place for place, row in enumerate(self)):
+            return [_short(row, "") for row in self[:_LINES]]
+        samples = (f", sample {row.sample}" if sampled else "" for row in self)
+        return [_short(row, f"prompt {row.index}{which}: ") for row, which in zip(self[:_LINES], samples, strict=False)]
 
-    def to_jsonl(self, path: str | os.PathLike[str], *, ids: bool = True) -> None:
-        """Write a JSON object for each generation, one a line, with the columns of ``to_pandas``.
+    def _how_it_went(self, report: RunReport) -> str:
+        return (
+            f"{report.new_tokens:,} new tokens in {seconds(report.seconds)} ({report.tokens_per_second:,.0f} / s), "
+            f"{percent(report.saving)} of prompt tokens {saved(report)}"
+        )
 
-        A file that is there already is replaced. To resume, and for files too large for memory, use ``run_file``.
-        """
-        write_json_lines(self._columns(ids), path)
+    def _table(self) -> str:
+        """Prompts, answers, and why each ended."""
+        sampled = any(row.sample for row in self)
 
-    def to_dataset(self, *, ids: bool = True) -> datasets.Dataset:
-        """A ``datasets.Dataset`` with the columns of ``to_pandas``.
+        def lines(some: BatchResult) -> list[str]:
+            return [line for samples in some.by_prompt for line in self._samples(samples, sampled)]
 
-        Chats are lists of messages; where strings stand among them, or content that is not text, they are JSON text.
-        """
-        return dataset_of(self._columns(ids))
+        left_out = len(self) - _FIRST_ROWS - _LAST_ROWS
+        rows = lines(self if left_out <= 0 else self[:_FIRST_ROWS])
+        if left_out > 0:
+            rows += [hidden(f"{left_out:,} more", 5 + sampled), *lines(self[-_LAST_ROWS:])]
+        sample = cells(("hfb-num", "sample"), tag="th") if sampled else ""
+        top = f'<th colspan="2">prompt</th>{sample}<th>answer</th><th>ended</th><th class="hfb-num">tokens</th>'
+        return table("hfb-rows hfb-results hfb-folds", top, rows)
 
-    def _columns(self, ids: bool) -> Columns:
-        rows = self._generations
-        columns: dict[str, tuple[str, list[Any]]] = {
-            "prompt": prompt_column([row.prompt for row in rows]),
-            "text": ("string", [row.text for row in rows]),
-            "finish_reason": ("string", [row.finish_reason for row in rows]),
-            "index": ("int64", [row.index for row in rows]),
-            "sample": ("int64", [row.sample for row in rows]),
-            "prompt_tokens": ("int64", [len(row.prompt_token_ids) for row in rows]),
-            "new_tokens": ("int64", [len(row.token_ids) for row in rows]),
-            "error": ("string", [row.error for row in rows]),
-        }
-        kinds = {"score": "float64", "adapter": "string", "logprobs": "logprobs", "prompt_logprobs": "logprobs"}
-        for name, kind in kinds.items():
-            values = [getattr(row, name) for row in rows]
-            if any(value is not None for value in values):
-                columns[name] = (kind, values)
-        if ids:
-            columns["token_ids"] = ("ids", [row.token_ids for row in rows])
-            columns["prompt_token_ids"] = ("ids", [row.prompt_token_ids for row in rows])
-        return columns
+    def _samples(self, samples: list[Generation], sampled: bool) -> list[str]:
+        """Rows of the table: the samples of a prompt beside it."""
+        rows = []
+        for row in samples:
+            answer = id_list(row.token_ids) if row.text is None else block(row.text, _ANSWER_CHARACTERS)
+            if row.error is not None:
+                answer = block(row.error, _ANSWER_CHARACTERS, " hfb-bad")
+            failed = row.error is not None or row.finish_reason == "error"
+            ended = f'<span class="hfb-why{" hfb-error" if failed else ""}">{text(row.finish_reason)}</span>'
+            sample = [("hfb-num hfb-dim hfb-sample", text(row.sample))] if sampled else []
+            figures = [("hfb-ended", ended), ("hfb-num hfb-new", f"{len(row.token_ids):,}")]
+            rows.append(cells(*sample, ("hfb-answer", answer), *figures))
+        first = samples[0]
+        return grouped([("hfb-num hfb-dim hfb-at", text(first.index)), ("hfb-prompt", self._prompt(first))], rows)
 
-    def __repr__(self) -> str:
-        shown = [
-            f"  [{place}] {whose}{_short(generation, len(whose))}"
-            for place, (generation, whose) in enumerate(zip(self._generations, self._whose_rows(), strict=False))
-        ]
-        hidden = len(self) - len(shown)
-        if hidden:
-            shown.append(f"  ... and {hidden:,} more")
-        return "\n".join([headline("BatchResult", len(self), "generation", self.report, self._is_slice), *shown])
+    def _prompt(self, row: Generation) -> str:
+        """Its images, its beginning and its end."""
+        ids, passed = list(row.prompt_token_ids), row.prompt
+        images = thumbnails(passed) if isinstance(passed, list) else ""
+        if images:
+            runs = (list(run) for _, run in groupby(ids))
+            ids = [token for run in runs for token in (run if len(run) < _RUN else run[:1])]
+        is_whole = len(ids) <= 2 * _PROMPT_TOKENS
+        start = end = self._decoded(ids if is_whole else ids[:_PROMPT_TOKENS]) if ids else None
+        if start is None and isinstance(passed, str):  # it could not be run, or there is no tokenizer
+            start, end, is_whole = passed, passed, True
+        if start is None or end is None:
+            return images + (id_list(ids) if ids else DASH)
+        if not is_whole:  # a character may be cut off in the middle
+            start, end = start.rstrip("\ufffd"), (self._decoded(ids[-_PROMPT_TOKENS:]) or "").lstrip("\ufffd")
+        return images + both_ends(start, end, _PROMPT_ENDS, is_whole)
 
-    def _whose_rows(self) -> list[str]:
-        """Of the rows shown: whose each is, if the row's number does not say that."""
-        sampled = any(row.sample for row in self._generations)
-        shown = self._generations[:_GENERATIONS_SHOWN]
-        if not sampled and all(row.index == place for place, row in enumerate(self._generations)):
-            return [""] * len(shown)
-        return [f"prompt {row.index}{f', sample {row.sample}' if sampled else ''}: " for row in shown]
-
-    def _repr_html_(self) -> str:
-        from .views.result import result_html  # imported only when shown
-
-        return result_html(self, self._decode, self._is_slice)
+    def _decoded(self, ids: list[int]) -> str | None:
+        """None without a tokenizer, or if it fails: the table then shows ids."""
+        try:
+            decoded = None if self._decode is None else self._decode(ids)
+        except Exception:
+            return None
+        return decoded if isinstance(decoded, str) else None
 
 
-def _short(generation: Generation, before: int) -> str:
-    """One line for a terminal, after ``before`` characters."""
+def _short(generation: Generation, whose: str) -> str:
+    """One line for a terminal."""
     what = generation.error or (repr(generation.text) if generation.text is not None else str(generation.token_ids))
     line = f"{generation.finish_reason}: {what}"
-    most = max(70 - before, 40)
-    return line if len(line) <= most else line[: most - 3] + "..."
+    most = max(70 - len(whose), 40)
+    return whose + (line if len(line) <= most else line[: most - 3] + "...")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..wording import counted, shown_size
-from .sharing_plan import SharingPlan
-from .timeline import Timeline
+from .sharing_plan import SharingPlan, plan_body
+from .timeline import Timeline, phases_bar, timeline_panels
+from .views.html import caption, cells, folded, percent, seconds, table, text, tiles, view
 
 
 @dataclass(frozen=True)
@@ -102,66 +103,98 @@ class RunReport:
         """New tokens per second; in a call of ``score``, scored tokens per second."""
         return (self.scored_tokens or self.new_tokens) / self.seconds if self.seconds else 0.0
 
-    @property
-    def _saved_by_drafts(self) -> str:
-        seconds = f"{abs(self.draft_seconds):.2f}" if abs(self.draft_seconds) < 10 else f"{self.draft_seconds:.0f}"
-        return f": about {seconds} s {'saved' if self.draft_seconds > 0 else 'lost'}" if float(seconds) else ""
+    def _counted(self) -> tuple[str, int, str]:
+        """What the call was asked for, and how many tokens of which kind it made."""
+        thing, made = ("score", self.scored_tokens) if self.scored_tokens else ("sequence", self.new_tokens)
+        return thing, made, "scored" if self.scored_tokens else "new"
 
-    def _repr_html_(self) -> str:
-        from .views.report import report_html  # imported only when shown
-
-        return report_html(self)
-
-    def __str__(self) -> str:
-        seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
-        thing = "score" if self.scored_tokens else "sequence"
-        count = f"{self.sequences:,} {thing}{'' if self.sequences == 1 else 's'}"
-        if self.finished < self.sequences:
-            count = f"interrupted: {self.finished:,} of {count}"
-        tokens, kind = (self.scored_tokens, "scored") if self.scored_tokens else (self.new_tokens, "new")
-        saved = "saved" if self.finished == self.sequences else "saved by the plan of the whole call"
-        lines = [
-            f"{count}, {tokens:,} {kind} tokens in {seconds} ({self.tokens_per_second:,.0f} {kind} tokens/s)",
-            f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} {saved})",
-            f"model      {self.model_tokens:,} tokens in {counted(self.steps, 'step')}",
-            f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)} "
-            "that this call could use",
-        ]
-        if self.timeline is not None and self.timeline.longest_phases:
-            lines.insert(3, f"time       {self.timeline.longest_phases}")
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """The lines of the text below the first; empty ones are left out."""
+        yield (
+            "prompts",
+            f"{self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} "
+            f"{saved(self, ' of the whole call')})",
+        )
+        yield "shared", self.plan.why_nothing
+        yield "model", f"{self.model_tokens:,} tokens in {counted(self.steps, 'step')}"
         if self.workers:
             sending = max(worker.sending_seconds for worker in self.workers)
-            lines.insert(3, f"time       {self.planning_seconds:.2f} s of planning, {sending:.2f} s of sending")
-        if self.plan.why_nothing:
-            lines.insert(2, f"shared     {self.plan.why_nothing}")
+            yield "time", f"{self.planning_seconds:.2f} s of planning, {sending:.2f} s of sending"
+        yield "time", self.timeline.longest_phases if self.timeline is not None else ""
+        used, memory = shown_size(self.peak_memory), shown_size(self.kv_memory)
+        yield "KV cache", f"{used} used at most, of {memory} that this call could use"
         for number, worker in enumerate(self.workers):
             what = f"{worker.read_tokens:,} prompt tokens, {worker.new_tokens:,} new ones"
             said = f"{worker.device}: {what} in {counted(worker.pieces, 'piece')}, busy {worker.busy:.0%}"
-            lines.append(f"{'' if number else 'processes':11}{said}{f', {worker.lost}' if worker.lost else ''}")
+            yield "" if number else "processes", f"{said}{f', {worker.lost}' if worker.lost else ''}"
         if self.parted_tokens:
-            lines.append(f"parted     {self.parted_tokens:,} tokens of prefixes were computed in several processes")
+            yield "parted", f"{self.parted_tokens:,} tokens of prefixes were computed in several processes"
         if self.scored_tokens:
-            lines.append(f"scores     read from {len(self.plan.order):,} sequences that were run")
+            yield "scores", f"read from {len(self.plan.order):,} sequences that were run"
         if self.device_memory:
-            lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
+            yield "memory", f"{shown_size(self.device_memory)} at most on the device, all in all"
         if self.cached_tokens:
-            lines.append(f"kept       {self.cached_tokens:,} prompt tokens came from an earlier call")
+            yield "kept", f"{self.cached_tokens:,} prompt tokens came from an earlier call"
         if self.preemptions:
-            lines.append(f"preempted  {self.preemptions:,} times, {self.recomputed_tokens:,} tokens computed again")
-        if self.fused:
-            lines.append(f"fused      {self.fused}")
-        if self.graphs:
-            lines.append(f"graphs     {self.graphs}")
-        if self.states:
-            lines.append(f"states     {self.states}")
-        if self.images:
-            lines.append(f"images     {self.images}")
+            yield "preempted", f"{self.preemptions:,} times, {self.recomputed_tokens:,} tokens computed again"
+        yield from (("fused", self.fused), ("graphs", self.graphs), ("states", self.states), ("images", self.images))
         if self.drafted_tokens:
             right = f"{self.accepted_tokens:,} of them right ({self.accepted_tokens / self.drafted_tokens:.0%})"
-            lines.append(f"drafts     {self.drafted_tokens:,} tokens were guessed, {right}{self._saved_by_drafts}")
+            took = f"{abs(self.draft_seconds):.{0 if abs(self.draft_seconds) >= 10 else 2}f}"
+            gain = f": about {took} s {'saved' if self.draft_seconds > 0 else 'lost'}" if float(took) else ""
+            yield "drafts", f"{self.drafted_tokens:,} tokens were guessed, {right}{gain}"
         if self.idle_tokens:
-            lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
+            yield "idle", f"{self.idle_tokens:,} tokens were run for answers that had ended"
         if self.seed is not None:
-            seed = self.seed if isinstance(self.seed, int) else "one for each prompt"
-            lines.append(f"seed       {seed}")
-        return "\n".join(lines)
+            yield "seed", str(self.seed) if isinstance(self.seed, int) else "one for each prompt"
+
+    def __str__(self) -> str:
+        took = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
+        thing, made, kind = self._counted()
+        count = counted(self.sequences, thing)
+        if self.finished < self.sequences:
+            count = f"interrupted: {self.finished:,} of {count}"
+        first = f"{count}, {made:,} {kind} tokens in {took} ({self.tokens_per_second:,.0f} {kind} tokens/s)"
+        return "\n".join([first, *(f"{name:11}{fact}" for name, fact in self._facts() if fact)])
+
+    def _repr_html_(self) -> str:
+        thing, made, kind = self._counted()
+        ended = f"{self.finished:,} of {self.sequences:,}" if self.finished < self.sequences else f"{self.finished:,}"
+        figures = [
+            (ended, thing if self.sequences == 1 else f"{thing}s"),
+            (f"{made:,}", f"{kind} tokens"),
+            (seconds(self.seconds), "in all"),
+            (f"{self.tokens_per_second:,.0f}", f"{kind} tokens / s"),
+            (percent(self.saving), f"of prompt tokens {saved(self)}"),
+        ]
+        body = interrupted(self) + tiles(figures)
+        if self.timeline is not None:
+            body += timeline_panels(self.timeline, self.kv_memory) + phases_bar(self.timeline.phases)
+        drawn = ("time",)  # a picture shows it better
+        facts = ((name, fact) for name, fact in self._facts() if fact and name not in drawn)
+        rows = (cells(("hfb-fact", text(name)), ("", text(fact))) for name, fact in facts)
+        return view("How the run went", f"{body}{table('hfb-narrow', '', rows)}{self._shared()}", str(self))
+
+    def _shared(self) -> str:
+        """What the prompts share, folded."""
+        if not self.scored_tokens:
+            title = f"What the prompts share: {percent(self.plan.saving)} of their tokens"
+            return folded(title, plan_body(self.plan, "sequence"))
+        # Reading many scores from few sequences spares more than these share: their share is not the saving.
+        read = f"The scores were read from {counted(len(self.plan.order), 'sequence')}"
+        if not self.plan.segments:
+            return caption(f"{read}, which share nothing more.")
+        return folded(f"{read}: what these share besides", plan_body(self.plan, "sequence"))
+
+
+def saved(report: RunReport, of: str = "") -> str:
+    """An interrupted call has not come to all that is saved."""
+    return "saved" if report.finished == report.sequences else f"saved by the plan{of}"
+
+
+def interrupted(report: RunReport, and_so: str = "") -> str:
+    """A warning, with ``and_so`` at its end; empty for a run that went to its end."""
+    if report.finished >= report.sequences:
+        return ""
+    warning = f"Interrupted: {report.finished:,} of {counted(report.sequences, 'sequence')} had finished{and_so}"
+    return f'<div class="hfb-title hfb-warn">{text(warning)}</div>'

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import Any, Self
 
 from ..errors import OptionValueError
-from ..wording import either, shown
-from .dataframes import Columns, dataset_of, prompt_column, table_of, write_json_lines
-from .rows import headline, picked
-from .run_report import RunReport
-from .short_values import short_ids, short_text
+from ..wording import counted, either, shown
+from .rows import Rows, row_repr, short_ids, short_text
+from .run_report import RunReport, saved
+from .views.html import DASH, both_ends, cells, grouped, hidden, one_line, percent, seconds, table, text
 
-if TYPE_CHECKING:
-    import datasets
-    import pandas
-
-
-_SCORES_SHOWN = 5  # in a ScoreResult's repr
+_LINES = 5  # in a ScoreResult's repr
+_FIRST_ROWS, _LAST_ROWS = 30, 10  # of its table; all rows if there are no more than these together
+_MOST_ROWS = _FIRST_ROWS + _LAST_ROWS
+_CHARACTERS = 160  # of a continuation
+_CONTEXT_ENDS = (60, 140)  # characters shown of a long context
+_FIGURES = ("among these", "log-probability", "a token", "tokens")
+_IDS = 24  # token ids, where there is no text
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +68,7 @@ class Score:
         said["token_ids"] = short_ids(self.token_ids)
         if self.adapter is not None:
             said["adapter"] = repr(self.adapter)
-        return f"Score({', '.join(f'{name}={value}' for name, value in said.items())})"
+        return row_repr(self, said)
 
     @property
     def logprob(self) -> float:
@@ -94,7 +96,7 @@ _PER: dict[str, Callable[[Score], float]] = {
 }
 
 
-class ScoreResult(Sequence[Score]):
+class ScoreResult(Rows[Score]):
     """The scores of a call: those of the first context's continuations, then those of the second's, and so on.
 
     A slice is a ScoreResult with the same report, which is that of the whole call. Two are equal if their scores are; a
@@ -104,8 +106,8 @@ class ScoreResult(Sequence[Score]):
     continuation and no probabilities while some of its scores are missing, in a slice, too.
     """
 
-    _is_slice = False  # then the report is about more scores than these
-    _index: Any = None  # of the pandas Series of contexts, or of the continuations of none
+    _thing, _given = "score", "context"
+    _fields = "context text logprob mean_logprob is_greedy index choice tokens error adapter? logprobs token_ids"
 
     def __init__(
         self,
@@ -119,56 +121,21 @@ class ScoreResult(Sequence[Score]):
         ``cut_short``: the indices of contexts with missing scores. None, where that is not known: all after an
         interrupt, else none.
         """
-        self._scores = sorted(scores, key=lambda score: (score.index, score.choice))
+        super().__init__(sorted(scores, key=attrgetter("index", "choice")), report)
         self.complete = complete
-        self.report = report
         if cut_short is None:
             cut_short = () if complete else [score.index for score in scores]
         self._cut_short = frozenset(cut_short)
 
-    @overload
-    def __getitem__(self, index: int) -> Score: ...
-    @overload
-    def __getitem__(self, index: slice) -> ScoreResult: ...
-    def __getitem__(self, index: int | slice) -> Score | ScoreResult:
-        found = picked(self._scores, index)
-        if isinstance(found, Score):
-            return found
-        here, kept = (Counter(score.index for score in scores) for scores in (self._scores, found))
-        cut = {context for context, count in kept.items() if count < here[context]}
-        part = ScoreResult((), self.report, self.complete, self._cut_short | cut)
-        part._scores = found  # in the order of the slice
-        part._index = self._index
-        part._is_slice = self._is_slice or len(found) < len(self)
-        return part
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, ScoreResult):
-            return self._scores == other._scores
-        return self._scores == other if isinstance(other, list) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # as that of a list
-
-    def __len__(self) -> int:
-        return len(self._scores)
-
-    def __iter__(self) -> Iterator[Score]:
-        return iter(self._scores)
-
     @property
     def logprobs(self) -> list[float]:
         """The log-probability of each whole continuation."""
-        return [score.logprob for score in self._scores]
+        return [score.logprob for score in self]
 
     @cached_property
     def by_context(self) -> list[list[Score]]:
         """The scores of each context. After an interrupt, contexts without any are left out."""
-        rows: list[list[Score]] = []
-        for score in self._scores:
-            if not rows or rows[-1][0].index != score.index:
-                rows.append([])
-            rows[-1].append(score)
-        return rows
+        return [list(scores) for _, scores in groupby(self, key=attrgetter("index"))]
 
     def best(self, per: str = "total") -> list[int | None]:
         """Which continuation of each context is the likeliest; the first one among equals.
@@ -184,7 +151,7 @@ class ScoreResult(Sequence[Score]):
             near = difflib.get_close_matches(str(per), _PER, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise OptionValueError("per", f"must be {either(map(repr, _PER))}, not {shown(per)}{hint}")
-        if per in ("character", "byte") and any(score.text is None and not score.error for score in self._scores):
+        if per in ("character", "byte") and any(score.text is None and not score.error for score in self):
             raise OptionValueError("per", f"is {per!r}, and there is no text to measure: pass a tokenizer")
         value = _PER[per]
 
@@ -209,54 +176,47 @@ class ScoreResult(Sequence[Score]):
             for scores in self.by_context
         ]
 
-    def to_pandas(self, *, ids: bool = True) -> pandas.DataFrame:
-        """A DataFrame with one row for each score. Row ``k`` is ``self[k]``.
+    def _part(self, rows: list[Score]) -> Self:
+        here, kept = (Counter(score.index for score in scores) for scores in (self, rows))
+        cut = {context for context, count in kept.items() if count < here[context]}
+        part = type(self)((), self.report, self.complete, self._cut_short | cut)
+        part._rows = rows  # in the order of the slice
+        return part
 
-        Where the contexts were a pandas Series, a row's label is that of its context. The context comes first and the
-        token ids come last; ``ids=False`` leaves these out.
-        """
-        return table_of(self._columns(ids), self._index)
+    def _lines(self) -> list[str]:
+        return [_short(score) for score in self[:_LINES]]
 
-    def to_jsonl(self, path: str | os.PathLike[str], *, ids: bool = True) -> None:
-        """Write a JSON object for each score, one a line, with the columns of ``to_pandas``. Replaces a file."""
-        write_json_lines(self._columns(ids), path)
+    def _interrupted(self) -> RunReport | None:
+        return None if self.complete else super()._interrupted()
 
-    def to_dataset(self, *, ids: bool = True) -> datasets.Dataset:
-        """A ``datasets.Dataset`` with the columns of ``to_pandas``; chats as in ``BatchResult.to_dataset``."""
-        return dataset_of(self._columns(ids))
+    def _how_it_went(self, report: RunReport) -> str:
+        return f"in {seconds(report.seconds)}, {percent(report.saving)} of tokens {saved(report)}"
 
-    def _columns(self, ids: bool) -> Columns:
-        rows = self._scores
-        columns: dict[str, tuple[str, list[Any]]] = {
-            "context": prompt_column([row.context for row in rows]),
-            "text": ("string", [row.text for row in rows]),
-            "logprob": ("float64", [row.logprob for row in rows]),
-            "mean_logprob": ("float64", [row.mean_logprob for row in rows]),
-            "is_greedy": ("bool", [row.is_greedy for row in rows]),
-            "index": ("int64", [row.index for row in rows]),
-            "choice": ("int64", [row.choice for row in rows]),
-            "tokens": ("int64", [len(row.token_ids) for row in rows]),
-            "error": ("string", [row.error for row in rows]),
-        }
-        if any(row.adapter is not None for row in rows):
-            columns["adapter"] = ("string", [row.adapter for row in rows])
-        columns["logprobs"] = ("logprobs", [row.logprobs for row in rows])
-        if ids:
-            columns["token_ids"] = ("ids", [row.token_ids for row in rows])
-        return columns
-
-    def __repr__(self) -> str:
-        lines = [f"  [{place}] {_short(score)}" for place, score in enumerate(self._scores[:_SCORES_SHOWN])]
-        hidden = len(self) - len(lines)
-        if hidden:
-            lines.append(f"  ... and {hidden:,} more")
-        report = None if self.complete else self.report
-        return "\n".join([headline("ScoreResult", len(self), "score", report, self._is_slice), *lines])
-
-    def _repr_html_(self) -> str:
-        from .views.scores import scores_html  # imported only when shown
-
-        return scores_html(self, self._is_slice)
+    def _table(self) -> str:
+        """Contexts, and beside each its continuations with their probabilities among them."""
+        contexts, best, among = self.by_context, self.best(), self.probabilities
+        compared = any(len(scores) > 1 for scores in contexts)
+        named = any(score.context is not None for score in self)
+        columns = 5 + named + compared
+        first, last = _shown(contexts)
+        lines: list[str] = []
+        for at in (*range(first), *range(last, len(contexts))):
+            scores = contexts[at]
+            likeliest = best[at] if len(scores) > 1 else None
+            rows = [
+                _cells(score, share if compared else None, score.choice == likeliest)
+                for score, share in zip(scores[:_MOST_ROWS], among[at], strict=False)
+            ]
+            beside = [("hfb-num hfb-dim hfb-at", text(scores[0].index))]
+            lines += grouped([*beside, ("hfb-prompt", _context(scores[0].context))] if named else beside, rows)
+            if len(scores) > _MOST_ROWS:
+                lines.append(hidden(f"{len(scores) - _MOST_ROWS:,} more of this context", columns))
+            if at == first - 1 < last - 1:
+                left_out = counted(sum(map(len, contexts[first:last])), "score")
+                lines.append(hidden(f"{counted(last - first, 'more context')}, {left_out}", columns))
+        top = '<th class="hfb-at" colspan="2">context</th>' if named else '<th class="hfb-num">index</th>'
+        top += '<th class="hfb-answer">continuation</th>' + _figures(_FIGURES[not compared :], "th")
+        return table(f"hfb-rows hfb-scores{' hfb-folds' if named else ''}", top, lines)
 
 
 def _among(scores: Sequence[Score]) -> list[float]:
@@ -276,7 +236,54 @@ def _short(score: Score) -> str:
         line = f"{score.index}.{score.choice} error: {score.error}"
     else:
         what: Any = score.token_ids if score.text is None else score.text
-        count = len(score.token_ids)
-        tokens = f"{count:,} token{'' if count == 1 else 's'}"
+        tokens = counted(len(score.token_ids), "token")
         line = f"{score.index}.{score.choice} {score.logprob:9.3f} ({tokens}) {what!r}"
     return line if len(line) <= 90 else line[:87] + "..."
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _shown(contexts: Sequence[Sequence[Score]]) -> tuple[int, int]:
+    """How many contexts are shown from the first one on, and from which one on to the last: whole ones, if several."""
+    ends = list(accumulate((min(len(scores), _MOST_ROWS) for scores in contexts), initial=0))
+    if ends[-1] <= _MOST_ROWS:
+        return len(contexts), len(contexts)
+    first = max(1, bisect_right(ends, _FIRST_ROWS) - 1)
+    return first, max(first, bisect_left(ends, ends[-1] - _LAST_ROWS))
+
+
+def _cells(score: Score, share: float | None, is_best: bool) -> str:
+    """``share``: among the context's continuations; None where nothing is compared."""
+    compared = [] if share is None else [_bar(share, is_best)]
+    if score.error is not None:
+        error = f'<span class="hfb-bad">{one_line(score.error, _CHARACTERS)}</span>'
+        return cells(("hfb-answer", error)) + _figures([""] * (3 + len(compared)))
+    said = " ".join(map(str, score.token_ids[:_IDS])) if score.text is None else score.text
+    line = one_line(said, _CHARACTERS)
+    if said[:1] == " ":  # it changes the score, and could not be seen
+        line = f'<span class="hfb-nl">␣</span>{line}'
+    figures = [f"{score.logprob:,.3f}", f"{score.mean_logprob:,.3f}", f"{len(score.token_ids):,}"]
+    return cells(("hfb-answer", f"<b>{line}</b>" if is_best else line)) + _figures([*compared, *figures])
+
+
+def _figures(figures: Sequence[str], tag: str = "td") -> str:
+    """A narrow view has room for the first of them."""
+    first, *others = figures
+    return cells(("hfb-num hfb-new", first), *(("hfb-num hfb-wide", each) for each in others), tag=tag)
+
+
+def _bar(share: float, is_best: bool) -> str:
+    if math.isnan(share):
+        return DASH
+    figure = f"<b>{text(percent(share))}</b>" if is_best else text(percent(share))
+    fill = f'<i class="hfb-c{0 if is_best else 8}" style="width:{100 * share:.1f}%"></i>'
+    return f'<span class="hfb-among">{fill}</span><span class="hfb-share">{figure}</span>'
+
+
+def _context(context: Any) -> str:
+    """Of a chat, the last message."""
+    if context is None:
+        return DASH
+    whole = str(context[-1].get("content", "")) if isinstance(context, list) and context else str(context)
+    return both_ends(whole.strip(), whole.strip(), _CONTEXT_ENDS, True)

@@ -1,10 +1,19 @@
-"""Timeline: what the steps of a run ran over, what the KV cache held, and where the time went."""
+"""Timeline: what the steps of a run ran over, what the KV cache held, and where the time went; and its pictures."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from ..wording import counted, shown_size
+from .views.chart import WIDTH, area, line, number, plot, rectangle, ticks, titled, x_axis
+from .views.html import count, head, key, percent, seconds, text
+from .views.style import SERIES
 
 # The phases of a call, in the order in which it comes to them, in words that a picture shows.
 PHASES = {
@@ -21,8 +30,13 @@ PHASES = {
     "outside": "code outside the engine runs: the loop over a stream, a streamer, the progress bar",
 }
 
-_PHASES_SHOWN = 5
+_PHASES_SHOWN = 5  # in a line of text
 _LEAST_SHARE_SHOWN = 0.01  # of the time
+_LEAST_PHASE = 0.005  # of the time; shorter phases are drawn as one
+
+_MOST_COLUMNS, _MOST_TOOLTIPS = 300, 100
+_HEADROOM = 1.06  # times the highest value
+_FULL_ENOUGH = 0.25  # share of the KV cache that must have been used for its whole size to be drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,3 +77,136 @@ class Timeline:
         shares = {phase: seconds / total for phase, seconds in self.phases.items()} if total > 0 else {}
         longest = sorted(shares.items(), key=lambda item: -item[1])[:_PHASES_SHOWN]
         return ", ".join(f"{phase} {share:.0%}" for phase, share in longest if share >= _LEAST_SHARE_SHOWN)
+
+    def folded(self, most: int) -> Timeline:
+        """At most ``most`` stretches: neighbours are joined."""
+        first = np.arange(0, len(self), max(1, -(-len(self) // most)))
+        ends = self.ends[np.append(first[1:], len(self)) - 1]
+        counts = (self.steps, self.prompt_tokens, self.decode_tokens)
+        steps, prompts, answers = (np.add.reduceat(each, first) for each in counts)
+        running, cache = (np.maximum.reduceat(each, first) for each in (self.running, self.cache_bytes))
+        return Timeline(self.begin, ends, steps, prompts, answers, running, cache, self.phases)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+class _Panel(NamedTuple):
+    """layers: (CSS classes, values, values that they are drawn above; None for a line). dashed: a value, 0 for none."""
+
+    title: str
+    beside: str
+    height: int  # in pixels, of ``limit``
+    limit: float
+    marks: list[tuple[float, str]]
+    layers: list[tuple[str, np.ndarray, np.ndarray | None]]
+    tooltips: list[str]
+    dashed: int = 0
+
+
+def timeline_panels(timeline: Timeline, kv_memory: int) -> str:
+    """Three panels above one axis of time; empty if there was no step."""
+    if not len(timeline):
+        return ""
+    end = max(float(_edges(timeline)[-1]), sum(timeline.phases.values()))
+    if not 0 < end < math.inf:
+        return ""
+    drawn, coarse = timeline.folded(_MOST_COLUMNS), timeline.folded(_MOST_TOOLTIPS)
+    x, edges = (_edges(each) * WIDTH / end for each in (drawn, coarse))
+    panels = (_tokens(drawn, coarse), _cache(drawn, coarse, kv_memory), _running(drawn, coarse))
+    times = [seconds(at) for at in _edges(coarse)]
+    spans = [f"{begin} to {end}" for begin, end in pairwise(times)]
+    axis = x_axis(end, "seconds since the call began")
+    return "".join(_drawn(panel, x, edges, spans) for panel in panels) + axis
+
+
+def _edges(timeline: Timeline) -> np.ndarray:
+    return np.maximum.accumulate(np.append(float(timeline.begin), timeline.ends))
+
+
+def _drawn(panel: _Panel, x: np.ndarray, edges: np.ndarray, spans: Sequence[str]) -> str:
+    """x: of the values' steps. edges, spans: of the tooltips."""
+
+    def y(values: Any) -> Any:
+        return panel.height - values * panel.height / panel.limit
+
+    drawing = "".join(
+        line(kind, x, y(upper)) if lower is None else area(kind, x, y(upper), y(lower))
+        for kind, upper, lower in panel.layers
+    )
+    if panel.dashed:
+        level = number(y(panel.dashed))
+        drawing += f'<line class="hfb-size" x1="0" x2="{WIDTH}" y1="{level}" y2="{level}"/>'
+    for left, right, span, said in zip(edges, edges[1:], spans, panel.tooltips, strict=False):
+        drawing += titled(f"{span}: {said}", rectangle("hfb-hit", left, 0, right, panel.height))
+    marks = [(y(at), label) for at, label in panel.marks]
+    return head(f"<b>{panel.title}</b>", panel.beside) + plot(drawing, panel.height, marks, panel.title)
+
+
+def _tokens(drawn: Timeline, coarse: Timeline) -> _Panel:
+    prompts, answers = drawn.prompt_tokens / drawn.steps, drawn.decode_tokens / drawn.steps
+    layers = [("hfb-c0", prompts + answers, answers), ("hfb-c1", answers, 0 * answers)]
+    if answers.any():  # a line keeps a few tokens visible beside thousands
+        layers.append(("hfb-l1", answers, None))
+    limit = max(float((prompts + answers).max()), 1.0) * _HEADROOM
+    marks = [(at, count(at)) for at in ticks(limit, 4, whole=True)]
+    tooltips = [
+        f"{counted(n, 'step')}, each of {count(of_prompts / n)} prompt tokens and {count(of_answers / n)} answer tokens"
+        for n, of_prompts, of_answers in zip(coarse.steps, coarse.prompt_tokens, coarse.decode_tokens, strict=True)
+    ]
+    colours = key([("hfb-c0", "of prompts"), ("hfb-c1", "of answers")])
+    return _Panel("Tokens in each step", colours, 110, limit, marks, layers, tooltips)
+
+
+def _cache(drawn: Timeline, coarse: Timeline, kv_memory: int) -> _Panel:
+    used, highest = drawn.cache_bytes, int(drawn.cache_bytes.max())
+    whole = kv_memory if highest >= _FULL_ENOUGH * kv_memory else 0
+    limit = max(highest, whole, 1) * _HEADROOM
+    unit = 1024 ** min(3, int(math.log2(limit) // 10))
+    marks = [(at * unit, f"{at:g} {shown_size(unit).split()[1]}" if at else "0") for at in ticks(limit / unit, 2)]
+    summary = f"{shown_size(highest)} at most"
+    if kv_memory > 0:
+        share = f"{percent(highest / kv_memory)} of {shown_size(kv_memory)}{' (dashed)' if whole else ''}"
+        summary += f", {share} that this call could use"
+    tooltips = [f"{shown_size(each)} of KV cache in use" for each in coarse.cache_bytes.tolist()]
+    beside = f'<span class="hfb-key">{text(summary)}</span>'
+    return _Panel("KV cache", beside, 64, limit, marks, [("hfb-c2", used, 0 * used)], tooltips, whole)
+
+
+def _running(drawn: Timeline, coarse: Timeline) -> _Panel:
+    running = drawn.running
+    limit = max(int(running.max()), 1) * _HEADROOM
+    marks = [(at, count(at)) for at in ticks(limit, 2, whole=True)]
+    layers = [("hfb-c3 hfb-pale", running, 0 * running), ("hfb-l3", running, None)]
+    tooltips = [counted(each, "sequence") for each in coarse.running.tolist()]
+    beside = f'<span class="hfb-key">{running.max():,} at most</span>'
+    return _Panel("Sequences running", beside, 44, limit, marks, layers, tooltips)
+
+
+def phases_bar(phases: Mapping[str, float]) -> str:
+    """One bar of all the seconds; empty if there are none."""
+    spent = {name: value for name, value in phases.items() if 0 < value < math.inf}
+    total = sum(spent.values())
+    short = [name for name, value in spent.items() if value < _LEAST_PHASE * total]
+    others = [name for name in (*PHASES, *phases) if name != "model"]
+    parts = []  # (colour, name, seconds, what it means)
+    for name, value in spent.items():
+        if name not in short:
+            colour = 0 if name == "model" else 1 + others.index(name) % (SERIES - 1)  # the model's stands out
+            parts.append((f"hfb-c{colour}", name, value, PHASES.get(name, "")))
+    if len(short) == 1:
+        parts.append(("hfb-own", short[0], spent[short[0]], PHASES.get(short[0], "")))
+    elif short:
+        parts.append(("hfb-own", "the rest", sum(spent[name] for name in short), ", ".join(short)))
+    bar, entries = "", ""
+    for kind, name, value, meaning in parts:
+        took, share = seconds(value), percent(value / total)
+        title = text(f"{name}: {took}, {share}{f'. {meaning}' if meaning else ''}")
+        bar += f'<span class="{kind}" style="width:{100 * value / total:.2f}%" title="{title}"></span>'
+        entries += (
+            f'<div title="{title}"><i class="{kind}"></i><span>{text(name)}</span><em>{took}</em><em>{share}</em></div>'
+        )
+    if not parts:
+        return ""
+    above = head("<b>Where the time went</b>", f'<span class="hfb-key">{seconds(total)} in all</span>')
+    return f'{above}<div class="hfb-bar">{bar}</div><div class="hfb-parts">{entries}</div>'

@@ -7,11 +7,12 @@ one column with their average, so areas stay the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from .protocols import ShownPlan
+from .style import SHADES
 
 MOST_BLOCKS = 300
 MOST_COLUMNS = 300
@@ -34,56 +35,43 @@ class Icicle:
     saving: np.ndarray  # [columns] the share of ``shared`` that is not computed again
     own: np.ndarray  # [columns] average tokens that a prompt has for itself
 
-    prompts: int
     limit: float  # the lowest level shown
-    longest: int  # tokens of the longest prompt
-
-    @property
-    def bottom(self) -> np.ndarray:
-        bottom: np.ndarray = self.top + self.shared + self.own
-        return bottom
-
-    @property
-    def is_cut(self) -> bool:
-        return bool((self.bottom > self.limit).any())
+    is_cut: bool  # whether there is anything below
 
 
-def icicle(plan: ShownPlan) -> Icicle:
-    count = len(plan.order)
-    order = np.asarray(plan.order, np.int64)
-    place = np.empty(count, np.int64)
-    place[order] = np.arange(count)
-    fields = [(s.parent, s.prompt, s.start, s.end, s.members) for s in plan.segments]
-    parent, prompt, start, end, members = np.array(fields, np.int64).reshape(-1, 5).T
-    left = place[prompt]
+def icicle(segments: np.ndarray, parents: np.ndarray, order: np.ndarray, lengths: np.ndarray) -> Icicle:
+    """segments: [segments, 5] parent, first prompt, start, end and members of each. The rest is as in a SharingPlan."""
+    count = len(order)
+    parent, prompt, start, end, members = segments.T
+    left = np.argsort(order)[prompt]
 
     is_block = members >= _least_members(members, count)
-    last_block = _nearest(is_block, parent)
+    nearest: list[int] = []  # block of each segment: itself, or one above; -1 for none
+    for at, above in enumerate(parent.tolist()):
+        nearest.append(at if is_block[at] else nearest[above] if above >= 0 else -1)
     end_of = np.append(end, 0)  # index -1 stands for "no segment"
-    row_above = np.asarray(plan.parents, np.int64)[order]
-    block_above = np.append(last_block, -1)[row_above]
+    row_above = parents[order]
+    block_above = np.array([*nearest, -1], np.int64)[row_above]
     top = end_of[block_above]
     shared = end_of[row_above] - top
-    own = np.asarray(plan.lengths, np.int64)[order] - end_of[row_above]
+    own = lengths[order] - end_of[row_above]
 
     # A segment saves each member the share (members - 1) / members of its tokens.
     small = ~is_block
-    saves = (end - start) * (1 - 1 / np.maximum(members, 1))
+    saves = ((end - start) * (1 - 1 / np.maximum(members, 1)))[small]
     steps = np.zeros(count + 1)
-    np.add.at(steps, left[small], saves[small])
-    np.add.at(steps, left[small] + members[small], -saves[small])
-    saved = np.cumsum(steps)[:count]
+    np.add.at(steps, left[small], saves)
+    np.add.at(steps, left[small] + members[small], -saves)
 
-    begins = _columns(block_above, count)
-    size = np.diff(begins, append=count)
-    mean = [np.add.reduceat(row, begins) / size if count else np.zeros(0) for row in (shared, saved, own)]
-    saving = np.divide(mean[1], mean[0], out=np.zeros(len(size)), where=mean[0] > 0)
-    blocks = np.flatnonzero(is_block)
-    columns = (begins, size, top[begins].astype(float), mean[0], saving, mean[2])
-    bottom = columns[2] + mean[0] + mean[2]
+    first = _columns(block_above)
+    size = np.diff(first, append=count)
+    rows = np.array([top, shared, own, np.cumsum(steps)[:-1]])
+    top, shared, own, saved = np.add.reduceat(rows, first, axis=1) / size if count else rows
+    saving = np.divide(saved, shared, out=np.zeros(len(size)), where=shared > 0)
+    bottom = top + shared + own
     limit = _limit(bottom, size)
-    longest = int(plan.lengths.max()) if count else 0
-    return Icicle(blocks, left[blocks], *columns, prompts=count, limit=limit, longest=longest)
+    is_cut = bool((bottom > limit).any())
+    return Icicle(np.flatnonzero(is_block), left[is_block], first, size, top, shared, saving, own, limit, is_cut)
 
 
 def _least_members(members: np.ndarray, count: int) -> int:
@@ -94,23 +82,11 @@ def _least_members(members: np.ndarray, count: int) -> int:
     return least if len(wide) <= MOST_BLOCKS else int(wide[MOST_BLOCKS]) + 1
 
 
-def _nearest(is_block: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """For each segment the nearest block: itself or an ancestor; -1 for none."""
-    step = np.append(np.where(is_block, np.arange(len(parent)), parent), -1)
-    while True:
-        further = step[step]
-        if (further == step).all():
-            return step[:-1]
-        step = further
-
-
-def _columns(block_above: np.ndarray, count: int) -> np.ndarray:
+def _columns(block_above: np.ndarray) -> np.ndarray:
     """Where columns begin: wherever the block above changes, and at most MOST_COLUMNS times besides."""
-    if not count:
-        return np.zeros(0, np.int64)
-    bucket = np.arange(count) * min(count, MOST_COLUMNS) // count
-    new = (np.diff(bucket) != 0) | (np.diff(block_above) != 0)
-    return np.append(0, np.flatnonzero(new) + 1)
+    count = len(block_above)
+    bucket = np.arange(count) * min(count, MOST_COLUMNS) // max(count, 1)
+    return np.flatnonzero(np.diff(bucket, prepend=-1) | np.diff(block_above, prepend=-2))
 
 
 def _limit(bottom: np.ndarray, size: np.ndarray) -> float:
@@ -121,7 +97,52 @@ def _limit(bottom: np.ndarray, size: np.ndarray) -> float:
     width = np.cumsum(size[longest_first])
     total = int(width[-1])
     allowed = max(_CUT_AT_MOST * total, size[longest_first[0]] if total >= 4 and len(bottom) >= 4 else 0)
-    others = longest_first[width > allowed]
     highest = float(bottom.max())
-    rest = float(bottom[others].max()) if len(others) else highest
+    rest = float(bottom[longest_first[width > allowed]].max(initial=0)) or highest
     return 1.25 * rest if highest > _MUCH_LONGER * rest else highest
+
+
+class Shades:
+    """Which shade stands for how many prompts: more prompts have a higher one, from 1 on.
+
+    members: how many prompts share each block of the picture. They are told apart, as far as there are shades.
+    """
+
+    def __init__(self, members: Iterable[float]) -> None:
+        numbers = np.array(sorted(set(members)), float)
+        groups = [group for group in np.split(numbers, _cuts(np.log(numbers))) if len(group)]
+        # Few shades lie apart: two are the second and the fourth, and not two neighbours.
+        steps = [(at + 0.5) * SHADES / len(groups) for at in range(len(groups))]
+        self._shades = {1 + round(step - 0.5): group.tolist() for step, group in zip(steps, groups, strict=True)}
+
+    def of(self, members: float) -> int:
+        last = max(self._shades, default=1)
+        return next((shade for shade, group in self._shades.items() if members <= group[-1]), last)
+
+    def names(self) -> list[tuple[int, str]]:
+        """For the legend: each shade, and the numbers that it stands for."""
+        ends = {shade: sorted({group[0], group[-1]}) for shade, group in self._shades.items()}
+        return [(shade, " – ".join(f"{end:,.0f}" for end in both)) for shade, both in ends.items()]
+
+
+def _cuts(values: np.ndarray) -> list[int]:
+    """Where to part sorted values into as many groups as there are shades, each as narrow as can be.
+
+    The sum of squared distances to the groups' means is the least possible (Jenks' natural breaks).
+    """
+    count = len(values)
+    if count <= SHADES:
+        return list(range(1, count))
+    sums, squares = (np.append(0.0, np.cumsum(each)) for each in (values, values**2))
+    begin, end = np.ogrid[: count + 1, : count + 1]
+    spread = squares[end] - squares[begin] - (sums[end] - sums[begin]) ** 2 / np.maximum(end - begin, 1)
+    spread[begin >= end] = np.inf
+    least, begins = spread[0], []  # of the values up to each end, in one group
+    for _ in range(SHADES - 1):
+        costs = least[:, None] + spread
+        begins.append(costs.argmin(0))
+        least = costs.min(0)
+    cuts = [count]
+    for begin_of_last in reversed(begins):
+        cuts.append(int(begin_of_last[cuts[-1]]))
+    return cuts[:0:-1]
