@@ -229,14 +229,14 @@ def _span(low: int, high: int) -> str:
 
 def plan_body(plan: SharingPlan, thing: str) -> str:
     """``thing``: "prompt", or "sequence" for the plan of a run, where each sample of a prompt counts."""
-    figures = [
+    totals = [
         (f"{len(plan.order):,}", thing if len(plan.order) == 1 else f"{thing}s"),
         (f"{plan.total_tokens:,}", "tokens asked for"),
         (f"{plan.computed_tokens:,}", "tokens to compute"),
     ]
     if plan.total_tokens:
-        figures.append((percent(plan.saving), "saved"))
-    body = tiles(figures)
+        totals.append((percent(plan.saving), "saved"))
+    body = tiles(totals)
     if plan.why_nothing:
         body += caption(plan.why_nothing)
     if len(plan.order):

@@ -139,7 +139,11 @@ def folded(title: str, body: str) -> str:
 
 def cells(*contents: tuple[str, str], tag: str = "td", more: str = "") -> str:
     """``contents``: (CSS classes, HTML)."""
-    return "".join(f'<{tag} class="{kind}"{more}>{content}</{tag}>' for kind, content in contents)
+    return "".join(f"<{tag}{_class(kind)}{more}>{content}</{tag}>" for kind, content in contents)
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
 
 
 def figures(first: str, *others: str, tag: str = "td") -> str:
@@ -151,7 +155,7 @@ def table(kind: str, top: str, rows: Iterable[str]) -> str:
     """``top``: cells of the head. ``rows``: ``<tr>`` elements, or cells of one."""
     lines = (row if row.startswith("<tr") else f"<tr>{row}</tr>" for row in rows)
     above = f"<thead><tr>{top}</tr></thead>" if top else ""
-    return f'<table class="{kind}">{above}<tbody>{"".join(lines)}</tbody></table>'
+    return f"<table{_class(kind)}>{above}<tbody>{''.join(lines)}</tbody></table>"
 
 
 def grouped(beside: Sequence[tuple[str, str]], rows: Sequence[str]) -> list[str]:

@@ -75,11 +75,12 @@ def icicle(segments: np.ndarray, parents: np.ndarray, order: np.ndarray, lengths
 
 
 def _least_members(members: np.ndarray, count: int) -> int:
-    """The members that make a segment a block. Its ancestors have at least as many, so blocks stand on blocks."""
-    least = max(1, int(np.ceil(_NARROWEST * count)))
-    wide = np.sort(members[members >= least])[::-1]
-    # Segments with the same number of members are all blocks, or none of them is.
-    return least if len(wide) <= MOST_BLOCKS else int(wide[MOST_BLOCKS]) + 1
+    """The members that make a segment a block. Its ancestors have at least as many, so blocks stand on blocks.
+
+    Segments with the same number of members are all blocks, or none of them is.
+    """
+    beyond: list[int] = np.sort(members)[::-1][MOST_BLOCKS : MOST_BLOCKS + 1].tolist()  # the first one, if any
+    return max(1, int(np.ceil(_NARROWEST * count)), *(number + 1 for number in beyond))
 
 
 def _columns(block_above: np.ndarray) -> np.ndarray:
