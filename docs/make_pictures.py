@@ -1,7 +1,7 @@
 """Draws the README's picture, the plan of `make demo` and its run: ``.venv/bin/python docs/make_pictures.py``.
 
 It runs the prompts of ``examples/quickstart.py`` over their model and writes ``docs/plan-and-run.svg``. In a notebook a
-plan and a report draw themselves, with more in them (``hf_batchllm/results/views``). This picture has to stand alone:
+plan and a report draw themselves, with more in them (``hf_batchllm/results``). This picture has to stand alone:
 an image in a page that brings no style sheet and no fonts, on a light or a dark ground.
 """
 
