@@ -118,8 +118,8 @@ class BatchConfig:
     share_prefixes: compute shared prefixes once. Turn off only to measure what sharing saves.
     min_shared_tokens: the fewest tokens that a shared prefix must save to be computed separately. Raise it when
         there are many tiny groups.
-    scheduler: "groups" (fills memory, sharers side by side), "fifo" (in the order given, never preempts), or an
-        object with the methods of ``hf_batchllm.BaseScheduler``.
+    scheduler: "groups" (fills memory, sharers side by side) or "fifo" (in the order given, never preempts). In Python
+        also an object with the methods of ``hf_batchllm.BaseScheduler``.
     steps_per_sync: how many steps are launched before the host waits for tokens. On a GPU decode steps are launched in
         bursts of half as many: the host prepares the next burst while one runs. Lower it where answers are short and
         stop early: steps beyond an end are wasted (the report counts them); 1 to debug. None: up to 32 on a GPU,

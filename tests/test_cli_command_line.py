@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support_command import ROOT, refused
@@ -12,119 +16,115 @@ from support_command import ROOT, refused
 import hf_batchllm
 from hf_batchllm import BatchConfig
 from hf_batchllm.cli import main
-from hf_batchllm.cli.config_flags import field_docs, shortened
+from hf_batchllm.cli.arguments import run_parser
+from hf_batchllm.cli.values import settings_from
+from hf_batchllm.files.records.setting_names import NAMES
+from hf_batchllm.inputs.prompt_options import PROMPT_OPTIONS
+
+RUN = "run in out.jsonl --model m"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", [[], ["run"], ["merge"], ["plan"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["merge"], ["plan"], ["check"]])
 def test_help_fits_and_names_the_exit_codes(
     command: list[str], columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main([*command, "--help"]) == 0
     out, err = capsys.readouterr()
-    assert not err
+    assert not err and out.startswith(" ".join(["usage: hf-batchllm", *command]))
     assert max(map(len, out.splitlines())) <= columns
-    for text in ("exit codes:", "examples:", "finished, and some lines have errors"):
-        assert text in out
+    assert "xit codes" in out
+    if command == ["run"]:
+        assert all(f"--{field.name.replace('_', '-')}" in out for field in dataclasses.fields(BatchConfig))
+        assert "tokens in a page of the KV cache. Default: 64\n" in out and "object" not in out.partition("engine")[2]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"hf-batchllm {hf_batchllm.__version__}\n"
-
-
-def test_help_and_refusals_come_without_torch() -> None:
+def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w5"}\n')
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6]}\n')
     code = (
         "import sys; from hf_batchllm.cli import main\n"
-        "assert main(['run', '--help']) == 0 and main(['--version']) == 0\n"
+        "assert main(['run', '--help']) == main(['plan', '--help']) == main(['--help']) == main(['--version']) == 0\n"
+        "assert main(['plan', 'ids.jsonl', '--json']) == 0\n"
+        "run = ['run', 'in.jsonl', 'out.jsonl', '--model']\n"
         "assert main(['run', '/nowhere/in.jsonl', 'out.jsonl', '--model', 'm']) == 2\n"
+        "assert main(['run', 'in.jsonl', 'nowhere/out.jsonl', '--model', 'm']) == 2\n"
+        "assert main([*run, './nowhere']) == main([*run, 'in.jsonl']) == 2\n"
+        "assert main([*run, 'm', '--tokenizer', './nowhere']) == main([*run, 'm', '--top-p', '3']) == 2\n"
+        "assert main(['plan', 'in.jsonl', '--tokenizer', './nowhere']) == 2\n"
         "assert main(['run', 'in.jsonl', 'out.jsonl', '--modle', 'm']) == 2\n"
-        "assert main(['merge', '/nowhere/out.jsonl']) == 2\n"
+        "assert main(['merge', '/nowhere/out.jsonl']) == main(['check', '--only', 'x']) == 2\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "/nowhere/in.jsonl cannot be read: there is no such file" in done.stderr
+    for said in (
+        "/nowhere/in.jsonl cannot be read: there is no such file",
+        "out.jsonl cannot be written: there is no folder",
+        "--model ./nowhere: there is no such folder",
+        "--model in.jsonl: there is no such folder",
+        "--tokenizer ./nowhere: there is no such folder",
+    ):
+        assert said in done.stderr
+    assert '"tokens": 2' in done.stdout and sorted(os.listdir(tmp_path)) == ["ids.jsonl", "in.jsonl"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "no command was given. Commands are run, merge, plan, check, bench, lm-eval"),
+        ("", "no command was given; commands are run, merge, plan, check, bench, lm-eval"),
         ("rum", "there is no command 'rum'; did you mean run?"),
-        ("--model m", "the command comes first"),
-        ("run in", "the following arguments are required: OUT, --model/-m"),
-        ("run in out out2 --model m", "one argument too many: 'out2'"),
-        (
-            "run in out.jsonl --model m --max-new-token 5",
-            "there is no option --max-new-token; did you mean --max-new-tokens?",
-        ),
-        ("run in out.jsonl --model m --max_new_tokens 5", "did you mean --max-new-tokens?"),
-        ("run in out.jsonl --modle m", "there is no option --modle; did you mean --model?"),
+        ("merg out.jsonl", "did you mean merge?"),
+        ("--model m", "there is no command '--model'; commands are run"),
+        ("run in", "the following arguments are required: OUT, -m/--model"),
+        ("run in out out2 --model m", "unrecognized arguments: out2"),
+        ("run -i in -o out.jsonl --model m", "unrecognized arguments: -i -o"),
+        (f"{RUN} --max-new-token 5", "there is no option --max-new-token; did you mean --max-new-tokens?"),
+        (f"{RUN} --max_new_tokens 5", "did you mean --max-new-tokens?"),
         ("run --modle m", "there is no option --modle; did you mean --model?"),
-        ("run in out.jsonl --max-new-tokens 5", "the following arguments are required: --model/-m"),
-        ("run in out.jsonl --model m --n 5", "there is no option --n; did you mean -n?"),
-        ("run in out.jsonl --model m --temprature=1", "did you mean --temperature?"),
-        ("run in out.jsonl --model m --seed x", "argument --seed: 'x' is not a whole number"),
-        ("run in out.jsonl --model m --dtype fp16", "did you mean float16?"),
-        ("run in out.jsonl --model m --dtype bf16", "did you mean bfloat16?"),
-        ("run in out.jsonl --model m --limit 0", "'0' is less than 1"),
-        ("run in out.jsonl --model m --kv-memory 5x", "--kv-memory must be a size such as"),
-        ("run in out.jsonl --model m --backend trition", '--backend must be "auto", "torch" or "triton"'),
-        ("run in out.jsonl --model m --temperature -1", "--temperature must be 0"),
-        ("run in out.jsonl --model m --max-new-tokens 0", "--max-new-tokens must be at least 1"),
-        ("run in out.jsonl --model m --top-p 3", "--top-p is 3: it is a probability, from 0 to 1"),
-        ("run in out.jsonl --model m --top-k -1", "--top-k is -1: pass a whole number above 0, or 0 for none"),
-        ("run in out.jsonl --model m --set min_p=2", "--set min_p is 2: it is a probability, from 0 to 1"),
-        ("run in out.jsonl --model m --set n=0", "--set n must be at least 1"),
-        ("run in out.jsonl --model m -n 0", "-n must be at least 1"),
-        ("run in out.jsonl --model m --logprobs -1", "--logprobs must be a whole number of at least 0"),
-        ("run in out.txt --model m", "an answer may have several lines, which a .txt cannot hold"),
-        ("run in out.jsonl --model m --set temprature=1", "is not the name of a setting; did you mean --temperature?"),
-        ("run in out.jsonl --model m --set foo=1", "`foo` is not a setting"),
-        ("run in out.jsonl --model m --set stop_sequences=x", "`stop_sequences` is called --stop here"),
-        ("run in out.jsonl --model m --set foo", "takes NAME=VALUE"),
+        (f"{RUN} --shards 2/8", "did you mean --shard?"),
+        (f"{RUN} --tensor-parallel-size 2", "did you mean --tp?"),
+        (f"{RUN} --gpu-memory-utilization 0.5", "did you mean --kv-memory?"),
+        (f"{RUN} --device cpu --gpus 2", "argument --gpus: not allowed with argument --device"),
+        (f"{RUN} --tp 2", "pass --gpus, too"),
+        (f"{RUN} --dtype fp16", "invalid choice: 'fp16' (choose from"),
+        (f"{RUN} --limit 0", "argument --limit: it must be a whole number above 0, not '0'"),
+        (f"{RUN} --window 5q", "argument --window: it must be a size such as 256MiB, not '5q'"),
+        (f"{RUN} --seed x", "`seed` must be a whole number from 0"),
+        (f"{RUN} --kv-memory 5x", "`kv_memory` must be a size such as"),
+        (f"{RUN} --max-new-tokens 0", "`max_new_tokens` must be at least 1"),
+        (f"{RUN} --top-p 3", "`top_p` is 3: it is a probability, from 0 to 1"),
+        (f"{RUN} --min-p 2", "`min_p` is 2: it is a probability, from 0 to 1"),
+        (f"{RUN} --set n=0", "`n` must be at least 1"),
+        (f"{RUN} --max-time 5", "`max_time` is not for files"),
+        (f"{RUN} --set temprature=1", "`temprature` is not the name of a setting; did you mean `temperature`?"),
+        (f"{RUN} --set foo=1", "`foo` is not a setting"),
+        (f"{RUN} --set foo", "takes NAME=VALUE"),
+        (f"{RUN} --top-k 5 --set top_k=6", "top_k is given twice, with --set and with its own option"),
+        (f"{RUN} -n 5 --set n=6", "`n` contradicts `num_return_sequences`: keep one of them"),
+        (f"{RUN} --template x", "the template names no field"),
+        (f"{RUN} --template {{x}} --prompt-field x", "not allowed with argument --template"),
+        (f"{RUN} --template @/nowhere", "argument --template: /nowhere: No such file"),
+        (f"{RUN} --tools nowhere", "argument --tools: it is neither JSON nor a file: nowhere"),
         (
-            "run in out.jsonl --model m --top-k 5 --set top_k=6",
-            "top_k is given twice, with --set and with its own option",
+            f"{RUN} --generation-config /nowhere",
+            "argument --generation-config: it is neither JSON nor a file: /nowhere",
         ),
-        ("run in out.jsonl --model m --window 5q", "--window must be a size such as 256MiB, not '5q'"),
-        ("run in out.jsonl --model m --template x", "the template names no field"),
-        ("run in out.jsonl --model m --template {x} --prompt-field x", "keep one of them"),
-        ("run in out.jsonl --model m --template @/nowhere", "--template @/nowhere: No such file"),
-        ("run in out.jsonl --model m --generation-config /nowhere", "--generation-config /nowhere: No such file"),
-        ("run in out.xyz --model m", "its name does not say what it is"),
-        ("run in out.jsonl --model m --output-format xml", "format 'xml': it must be one of jsonl, csv"),
+        ("run in out.txt --model m", "an answer may have several lines, which a .txt cannot hold"),
+        ("run in out.xyz --model m", "pass the format (`--output-format jsonl`)"),
+        (f"{RUN} --output-format xml", "format 'xml': it must be one of jsonl, csv"),
         ("run in - --model m --restart", "--restart needs an output that can be continued"),
         ("run in - --model m --shard 1/2", "--shard needs an output that can be continued"),
-        ("run in out.jsonl --model m --shard 0/8", "--shard is '0/8': parts are counted from 1, so the first is 1/8"),
-        ("run in out.jsonl --model m --shard 0/8", "#SBATCH --array=1-8"),
-        ("run in out.jsonl --model m --shard 9/8", "there is no part 9 of 8. The last one is 8/8"),
-        ("run in out.jsonl --model m --shard 1/0", "a file has at least 1 part, and at most 100,000"),
-        ("run in out.jsonl --model m --shard 1/100001", "a file has at least 1 part, and at most 100,000"),
-        ("run in out.jsonl --model m --shard 2", "--shard says which part of how many, as in 2/8 for the second of"),
-        ("run in out.jsonl --model m --shard a/b", "not 'a/b'"),
-        ("run in out.jsonl --model m --shard /", "not '/'"),
-        ("run in out.jsonl --model m --shards 2/8", "did you mean --shard?"),
-        ("merge", "the following arguments are required: OUT"),
-        ("merge -", "stdout is no file: give the output that the jobs were given"),
+        (f"{RUN} --shard 0/8", "is '0/8': parts are counted from 1, so the first is 1/8"),
+        (f"{RUN} --image-folder none", "is 'none', and there is no such folder"),
+        (f"{RUN} --image-folder . --gpus 2", "images are not supported with --gpus"),
         ("merge out", "pass the format (`--output-format jsonl`)"),
         ("merge out.jsonl", "out.jsonl has no parts: there is no out.jsonl.shard-1-of-N.jsonl"),
-        ("merge /nowhere/out.jsonl", "/nowhere cannot be read: there is no such file"),
-        ("merg out.jsonl", "did you mean merge?"),
-        ("run in out.jsonl --model m --ignore-eos", "--ignore-eos; it is a setting: pass --set ignore_eos=VALUE"),
-        ("run in out.jsonl --model m --stop-token-ids 5", "it is a setting: pass --set stop_token_ids=VALUE"),
-        ("run in out.jsonl --model m --max-model-len 5", "--max-prompt-tokens cuts long prompts"),
-        ("run in out.jsonl --model m --gpu-memory-utilization 0.5", "it is called --kv-memory here: a fraction"),
-        ("run in out.jsonl --model m --batch-size 5", "it is not needed: the batch is as large as memory allows"),
-        ("run in out.jsonl --model m --tensor-parallel-size 2", "it is called --tp here, beside --gpus"),
-        ("run in out.jsonl --model m --pp-size 2", "--tp N gives each of N GPUs a part of every layer"),
-        ("run -i in -o out.jsonl --model m", "the files come without an option: `hf-batchllm run IN OUT --model M`"),
-        ("run in --output-file out.jsonl --model m", "the files come without an option"),
-        ("run-batch -i in -o out.jsonl --model m", "did you mean run, as in `hf-batchllm run IN OUT --model M`?"),
         ("plan in --max-new-tokens 5", "there is no option --max-new-tokens"),
-        ("plan in --html /nowhere/a.html", "--html /nowhere/a.html: No such file"),
+        ("plan in --html /nowhere/a.html", "/nowhere/a.html: No such file"),
+        ("check --only x", "argument --only: invalid choice: 'x'"),
     ],
 )
 def test_a_command_that_cannot_be_used_says_why(
@@ -135,26 +135,61 @@ def test_a_command_that_cannot_be_used_says_why(
     assert not list(tmp_path.iterdir())
 
 
-def test_every_field_of_the_config_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    words = field_docs()
-    assert list(words) == list(BatchConfig.__dataclass_fields__)
-    assert shortened(words["page_size"]).startswith("tokens in a page of the KV cache. ")
-    assert "object" not in words["scheduler"] and "never preempts" in shortened(words["scheduler"])
-    main(["run", "--help"])
-    said = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')}" in said for name in words)
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ("", {}),
+        (
+            "--temperature .5 --stop \\n --stop x",
+            {"temperature": 0.5, "do_sample": True, "stop_strings": ["\n", "x"]},
+        ),
+        ("-n 3 --set max_tokens=4", {"num_return_sequences": 3, "max_new_tokens": 4}),
+        ("--n 3 --max-completion-tokens 4", {"num_return_sequences": 3, "max_new_tokens": 4}),
+        ("--ignore-eos --no-do-sample --num-beams 2", {"ignore_eos": True, "do_sample": False, "num_beams": 2}),
+        ("--stop-token-ids [1,2] --min-p 0.1", {"stop_token_ids": [1, 2], "min_p": 0.1}),
+        (
+            "--generation-config . --top-p 0.5",
+            {"temperature": 0.6, "top_p": 0.5, "do_sample": True, "eos_token_id": [1, 2]},
+        ),
+        ("--generation-config . --temperature 0", {"do_sample": False, "eos_token_id": [1, 2]}),
+    ],
+)
+def test_settings_of_the_command_line(
+    given: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [1, 2], "transformers_version": "5"}
+    Path("generation_config.json").write_text(json.dumps({**config, "_from_model_config": True}))
+    assert settings_from(run_parser().read([*RUN.split()[1:], *given.split()])).options == options
+
+
+def test_forms_of_answers_and_options_of_chats_may_come_from_files(tmp_path: Path) -> None:
+    (tmp_path / "given").write_text('{"type": "object"}')
+    (tmp_path / "tools").write_text('[{"type": "function"}]')
+    for flag, given in (("--schema", tmp_path / "given"), ("--schema", "true"), ("--grammar", tmp_path / "given")):
+        found = settings_from(run_parser().read([*RUN.split()[1:], flag, str(given)])).grammar
+        assert found is not None and '"type": "object"' in found.text
+    chats = ["--tools", str(tmp_path / "tools"), "--chat-template-kwargs", '{"thinking": false}']
+    assert settings_from(run_parser().read([*RUN.split()[1:], *chats])).prompt_options == {
+        "tools": [{"type": "function"}],
+        "chat_template_kwargs": {"thinking": False},
+    }
+
+
+def test_every_setting_is_an_option() -> None:
+    asked = vars(run_parser().read(RUN.split()[1:]))
+    assert {*NAMES} - {"n", "stop", "max_tokens", "max_completion_tokens", "min_tokens", "adapter"} <= set(asked)
+    assert set(PROMPT_OPTIONS) <= set(asked)
 
 
 def test_other_commands_are_handed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("hf_batchllm.bench.__main__.main", lambda asked, name: 7 if asked == ["--x"] and name else 1)
-        assert main(["bench", "--x"]) == 7
-        patched.setattr("importlib.util.find_spec", lambda name: None)
-        assert "pip install 'hf-batchllm[lm-eval]'" in refused(capsys, "lm-eval", "--tasks", "x")
+    monkeypatch.setattr("hf_batchllm.bench.__main__.main", lambda asked, name: 7 if asked == ["--x"] and name else 1)
+    assert main(["bench", "--x"]) == 7
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'hf-batchllm[lm-eval]'" in refused(capsys, "lm-eval", "--tasks", "x")
 
 
 def test_the_package_is_the_command_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_batchllm", "--version"], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    command = [sys.executable, "-m", "hf_batchllm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout == f"hf-batchllm {hf_batchllm.__version__}\n", done.stderr

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support_command import ROOT, refused
+from support_command import refused
 from support_command import saved as saved  # a fixture
 from support_command import written as written  # a fixture
 
@@ -39,14 +36,3 @@ def test_plan(written: Callable[..., str], saved: str, capsys: pytest.CaptureFix
     assert main(["plan", "in.jsonl", "--tokenizer", saved, "--window", "1KiB", "--limit", "4"]) == 0
     assert "4 prompts in 4 windows" in capsys.readouterr().out
     assert "pass --tokenizer" in refused(capsys, "plan", "in.jsonl")
-
-
-def test_a_plan_of_token_ids_needs_no_tokenizer(written: Callable[..., str]) -> None:
-    written({"prompt": [*range(60), 70]}, {"prompt": [*range(60), 71]})
-    command = [sys.executable, "-X", "importtime", "-m", "hf_batchllm.cli", "plan", "in.jsonl", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["saved_tokens"] == 60
-    assert " torch\n" not in done.stderr

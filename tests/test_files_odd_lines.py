@@ -94,10 +94,10 @@ def test_an_input_without_records(tmp_path: Path, generator: BatchGenerator) -> 
 
 
 def test_an_interrupt_before_a_command_begins(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def interrupted(arguments: Any) -> int:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_batchllm.cli.commands.dispatch", interrupted)
+    monkeypatch.setattr("hf_batchllm.cli.run.run_parser", interrupted)
     assert main(["run", "in.jsonl", "out.jsonl", "--model", "m"]) == 130
     assert capsys.readouterr().err == "hf-batchllm: error: interrupted.\n"
 

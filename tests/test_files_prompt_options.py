@@ -187,12 +187,12 @@ def test_flags_of_the_command(saved: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert main([*run, *arguments]) == 2
         return str(capsys.readouterr().err)
 
-    assert "--chat-template-kwargs is not JSON" in refused("--chat-template-kwargs", "enable_thinking=False")
-    assert "--chat-template-kwargs must be a dict" in refused("--chat-template-kwargs", "[]")
-    assert "--tools nowhere.json: No such file" in refused("--tools", "nowhere.json")
-    assert "--tools must be a list of tools, not a dict" in refused("--tools", json.dumps(WEATHER))
-    assert "--max-prompt-tokens must be a whole number above 0" in refused("--max-prompt-tokens", "0")
-    assert "goes into --chat-template-kwargs" in refused("--set", "enable_thinking=false")
+    assert "neither JSON nor a file: thinking=0" in refused("--chat-template-kwargs", "thinking=0")
+    assert "`chat_template_kwargs` must be a dict" in refused("--chat-template-kwargs", "[]")
+    assert "neither JSON nor a file: nowhere.json" in refused("--tools", "nowhere.json")
+    assert "`tools` must be a list of tools, not a dict" in refused("--tools", json.dumps(WEATHER))
+    assert "`max_prompt_tokens` must be a whole number above 0" in refused("--max-prompt-tokens", "0")
+    assert "goes into `chat_template_kwargs`" in refused("--set", "enable_thinking=false")
 
 
 def test_requests_of_openais(ran: Callable[..., Any], generator: BatchGenerator) -> None:

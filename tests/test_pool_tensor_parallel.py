@@ -26,7 +26,7 @@ from support_quick_workers import quick_workers
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, GeneratorPool, PoolError, RanksError
-from hf_batchllm.cli.commands import dispatch
+from hf_batchllm.cli import main
 from hf_batchllm.pool.agreed_claims import AgreedClaims
 from hf_batchllm.pool.devices import worker_devices
 
@@ -180,13 +180,13 @@ def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     given = ["run", str(source), "--model", str(saved), "--max-new-tokens", "6"]
     for name, more in (("one", ["--device", "cpu"]), ("parts", ["--gpus", "cpu,cpu", "--tp", "2"])):
-        assert dispatch([*given[:2], str(tmp_path / f"{name}.jsonl"), *given[2:], *more]) == 0, capsys.readouterr().err
+        assert main([*given[:2], str(tmp_path / f"{name}.jsonl"), *given[2:], *more]) == 0, capsys.readouterr().err
     assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "parts.jsonl").read_bytes()
     for more, why in (
         (["--tp", "2"], "pass --gpus, too"),
         (["--gpus", "cpu,cpu,cpu", "--tp", "2"], "3 cannot be divided"),
     ):
-        assert dispatch([*given[:2], str(tmp_path / "none.jsonl"), *given[2:], *more]) == 2
+        assert main([*given[:2], str(tmp_path / "none.jsonl"), *given[2:], *more]) == 2
         assert why in capsys.readouterr().err
 
 
@@ -198,11 +198,11 @@ def test_a_file_goes_on_with_the_same_parts_alone(
     shutil.copytree(saved, folder)
     given = ["run", str(source), str(tmp_path / "out.jsonl"), "--model", str(folder), "--max-new-tokens", "2"]
     given += ["--gpus", "cpu,cpu", "--tp", "2"]
-    assert dispatch([*given, "--limit", "5"]) == 0, capsys.readouterr().err
+    assert main([*given, "--limit", "5"]) == 0, capsys.readouterr().err
     model = copy.deepcopy(whole())
     model.lm_head.weight.data[-9:] *= 2  # which the second process has
     model.save_pretrained(folder)
-    assert dispatch(given) != 0
+    assert main(given) != 0
     assert "was begun with other weights" in capsys.readouterr().err
 
 

@@ -1,314 +1,400 @@
-"""The options of ``run`` and ``plan``."""
+"""The options of ``run`` and ``plan``: those of the command, of ``generate`` by its table, and of BatchConfig."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from .config_flags import add_config_flags
-from .exits import EXIT_CODES_HELP
-from .grammar_flags import add_grammar_flags
-from .parser import Parser
-from .prompt_flags import add_prompt_flags
+from ..config import BatchConfig
+from ..errors import BatchLLMError
+from ..files.records.setting_names import NAMES
+from ..files.records.settings import NO_SETTINGS, GenerationSettings, read_settings
+from ..files.records.templates import unescaped
+from ..inputs.option_row import Takes
+from ..inputs.option_table import TABLE
+from ..inputs.other_names import ALIASES
+from ..inputs.prompt_options import PROMPT_OPTIONS
+from .console import EXIT_CODES_HELP, PROGRAM, reason
 
+_WIDEST_HELP = 110  # columns
+_SIMILARITY = 0.75  # of a guess: below it, another option is meant more often than not
+_CALLED_HERE = {  # options of vLLM's commands
+    "--tensor-parallel-size": "--tp",
+    "--data-parallel-size": "--gpus",
+    "--gpu-memory-utilization": "--kv-memory",
+    "--max-num-batched-tokens": "--max-batch-tokens",
+    "--max-model-len": "--max-prompt-tokens",
+    "--enforce-eager": "--no-cuda-graphs",
+    "--lora-modules": "--adapter",
+    "--guided-json": "--schema",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, and with a guess at what a misspelt option was meant to be."""
+
+    def __init__(self, command: str, usage: str, **given: Any) -> None:
+        prog = f"{PROGRAM} {command}"
+        super().__init__(
+            prog, f"{prog} {usage}", formatter_class=_formatter, allow_abbrev=False, add_help=False, **given
+        )
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        for text in itertools.takewhile(lambda text: text != "--", arguments):
+            name = text.partition("=")[0]
+            if text.startswith("--") and " " not in text and name not in self._option_string_actions:
+                self.error(f"there is no option {name}{self._near(name)}")
+        return self.parse_args(arguments)
+
+    def _near(self, name: str) -> str:
+        known = [text for text in self._option_string_actions if text.startswith("--")]
+        guess = _CALLED_HERE.get(name, name.replace("_", "-"))
+        return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(guess, known, 1, _SIMILARITY))
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    width = min(shutil.get_terminal_size().columns, _WIDEST_HELP) - 2
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=width)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def value(text: str) -> Any:
+    """JSON, or a number such as ``.7``; else the text itself."""
+    for read in (json.loads, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text
+
+
+def positive(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) > 0:
+            return number
+    raise argparse.ArgumentTypeError(f"it must be a whole number above 0, not {text!r}")
+
+
+def size(text: str) -> int:
+    """``256MiB``, ``256M`` or bytes."""
+    found = re.fullmatch(r"(\d+|\d*\.\d+)([KMG]?)(I?B)?", text.strip().upper())
+    if found is None or (count := int(float(found[1]) * 1024 ** " KMG".index(found[2] or " "))) < 1:
+        raise argparse.ArgumentTypeError(f"it must be a size such as 256MiB, not {text!r}")
+    return count
+
+
+def text_of(path: str) -> str:
+    """What is in a file."""
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(reason(error)) from error
+
+
+def json_or_file(text: str) -> Any:
+    """JSON, or a file with JSON."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    if not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"it is neither JSON nor a file: {text}")
+    try:
+        return json.loads(text_of(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: it is not JSON ({error})") from error
+
+
+def config_file(path: str) -> GenerationSettings:
+    """The settings in a generation_config.json, or in the one of a folder."""
+    given = json_or_file(os.path.join(path, "generation_config.json") if os.path.isdir(path) else path)
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"{path}: it holds no JSON object")
+    try:
+        own = {name: each for name, each in given.items() if name != "transformers_version" and name[0] != "_"}
+        return read_settings(own, settle=False)
+    except BatchLLMError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
+
+
+def template(text: str) -> str:
+    return text_of(text[1:]) if text.startswith("@") else unescaped(text)
+
+
+def fields(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def add_options(group: Any, options: Mapping[str, str]) -> Any:
+    """``options``: their names and metavars as the help shows them, and the help. Without a metavar it is a switch."""
+    for given, help in options.items():
+        names, _, metavar = given.replace(", ", ",").partition(" ")
+        flags = names.split(",")
+        how: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
+        group.add_argument(*flags, help=help, **how | _HOW.get(flags[0], {}))
+    return group
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# -- options of generate -----------------------------------------------------------------------------------------------
+
+
+class _Shown(NamedTuple):
+    """A setting that has a line in the help."""
+
+    metavar: str
+    help: str
+    type: Callable[[str], Any] = value
+
+
+_SHOWN = {
+    "chat_template_kwargs": _Shown(
+        "JSON", "what else chat templates are given, such as '{\"enable_thinking\": false}'", json_or_file
+    ),
+    "tools": _Shown("FILE", "the tools that chats may call: a JSON file with a list of schemas", json_or_file),
+    "max_prompt_tokens": _Shown("N", "cut longer prompts, instead of running them whole"),
+    "truncation_side": _Shown("SIDE", "where they are cut: left (the default: the end of a prompt stays) or right"),
+    "max_new_tokens": _Shown("N", "longest answer, in tokens (default: the model's, or 20)"),
+    "temperature": _Shown("T", "above 0: sample; 0: always take the likeliest token"),
+    "top_p": _Shown("P", "sample from the likeliest tokens that make up P together"),
+    "top_k": _Shown("K", "sample from the K likeliest tokens (generate's default: 50)"),
+    "num_return_sequences": _Shown("N", "answers to each prompt"),
+    "seed": _Shown("N", "seed of sampling (default: a random one, kept beside OUT; with --shard, one made of IN)"),
+    "stop": _Shown("TEXT", "text that ends an answer; may be given several times. \\n is understood", unescaped),
+    "schema": _Shown("FILE", "answers are JSON of this schema: a file, or the JSON itself", json_or_file),
+    "regex": _Shown("REGEX", "answers match this regular expression", str),
+    "grammar": _Shown("FILE", "answers are of the grammar in this file, in Lark", text_of),
+    "choice": _Shown("TEXT", "answers are one of these texts; to be given several times", str),
+    "logprobs": _Shown("K", "write log-probabilities of new tokens, and of the K likeliest ones"),
+}
+_BY_SETTING = {ALIASES.get(name, name): shown for name, shown in _SHOWN.items()}
+_SEVERAL = ("stop_strings", "choice")  # given once for each text
+_OWN = ("adapter",)  # --adapter loads one; --set adapter=NAME chooses it
+
+
+def add_settings(group: Any, names: Iterable[str]) -> None:
+    """The settings as options, under all of their names. Those of ``_SHOWN`` have a line in the help."""
+    names = set(names).difference(_OWN)
+    for name in [*(name for name in _SHOWN if name in names), *sorted(names.difference(_SHOWN))]:
+        known = ALIASES.get(name, name)
+        shown = _BY_SETTING.get(known, _Shown("VALUE", ""))
+        how: dict[str, Any] = {"type": shown.type, "metavar": shown.metavar}
+        if known in TABLE and TABLE[known].takes is Takes.FLAG:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif known in _SEVERAL:
+            how["action"] = "append"
+        short = ["-n"] if name == "num_return_sequences" else []
+        help = shown.help if name in _SHOWN else argparse.SUPPRESS
+        group.add_argument(*short, option(name), dest=known, help=help, **how)
+
+
+def settings_in(asked: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given as options, by their names."""
+    names = {ALIASES.get(name, name) for name in NAMES}.difference(_OWN)
+    return {name: given for name in sorted(names) if (given := getattr(asked, name, None)) is not None}
+
+
+# -- options of BatchConfig --------------------------------------------------------------------------------------------
+
+_CONFIG = [field.name for field in dataclasses.fields(BatchConfig)]
+
+
+def add_config(group: Any, names: Collection[str]) -> None:
+    """The fields of these names, with the first sentence that the class has for each, and the default."""
+    docs = dict(re.findall(r"^(\w+): (.*(?:\n    .*)*)", inspect.getdoc(BatchConfig) or "", re.MULTILINE))
+    for field in (field for field in dataclasses.fields(BatchConfig) if field.name in names):
+        first, *more = re.split(r"(?<=[.]) (?=[A-Z])", " ".join(docs[field.name].split()))
+        switch = isinstance(field.default, bool)
+        default = ("on" if field.default else "off") if switch else field.default
+        said = next((each for each in more if each.startswith("None: ")), f"Default: {default}")
+        help = f"{first} {said.replace('None: ', 'Default: ')}".rstrip(".").replace("%", "%%")
+        if switch:
+            group.add_argument(option(field.name), action=argparse.BooleanOptionalAction, help=help)
+        else:
+            metavar = "NAME" if isinstance(field.default, str) else "N"
+            group.add_argument(option(field.name), type=value, metavar=metavar, help=help)
+
+
+def config_from(asked: argparse.Namespace) -> BatchConfig:
+    given = {name: getattr(asked, name, None) for name in _CONFIG}
+    return BatchConfig(**{name: each for name, each in given.items() if each is not None})
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+_IN = {"source IN": ".jsonl, .csv, .tsv, .parquet, .txt, or - for stdin"}
+_OUT = {"target OUT": "the same kinds but .txt, or - for stdout. An unfinished OUT is continued"}
+_FORMAT = {
+    "--format KIND": "format of IN: jsonl, csv, tsv, parquet or txt (default: by its suffix)",
+    "--dialect KIND": "plain, openai (requests of a batch), or auto (the default): as the first record looks",
+}
+OUTPUT_FORMAT = {"--output-format KIND": "format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"}
+_PICTURES = {"--json": "print figures as JSON", "--html FILE": "write a picture of the plan"}
+_MODEL = {
+    "-m, --model M": "a folder, or a name on the hub. A PEFT folder brings its base",
+    "--tokenizer T": "a tokenizer other than the model's own",
+    "--adapter NAME=PATH": 'load a PEFT adapter; may be given several times. A line chooses it by {"adapter": "NAME"}; '
+    "--set adapter=NAME is for lines that choose none",
+    "--revision R": "a branch, tag or commit on the hub",
+    "--dtype D": "auto (the default: that in which the model was saved), float32, bfloat16 or float16",
+}
+_DEVICE_OR_GPUS = {
+    "--device D": "cpu, cuda, cuda:1, mps (a Mac), xpu (Intel), or auto (the default): a CUDA or ROCm GPU, else cpu",
+    "--gpus N": "several GPUs, a process with a whole model on each: how many, or their numbers, as in 0,2",
+}
+_PROCESSES = {
+    "--tp N": "with --gpus: how many GPUs have a model together, each a part of it, where it does not fit into one",
+    "--threads N": "CPU threads (with --gpus, of each process)",
+}
+_TOKENIZER = {"--tokenizer, --model T": "a folder, or a name on the hub"}
+_CODE = {
+    "--trust-remote-code": "run Python code that comes with the model or tokenizer. For authors whom you trust",
+}
+_FIELD_OR_TEMPLATE = {
+    "--prompt-field NAME": "the field that is the prompt (default: prompt, messages)",
+    "--template TEXT": "build the prompt from fields: '{context}\\n\\nQ: {question}\\nA:'. \\n and \\t are understood; "
+    "write a brace itself as {{ or }}; @FILE reads the template from a file",
+}
+_PROMPTS = {
+    "--chat": "make each prompt a user's message, for chat models",
+    "--system TEXT": "a system message for chats without one; makes prompts chats, as --chat does. \\n is understood",
+    "--no-line-settings": "treat fields named as settings (n, stop, seed, ...) as data, too",
+}
+_IMAGES = {
+    "--image-folder DIR": "read images whose path is in a line, from inside this folder alone (default: none is read)",
+    "--image-urls": "fetch images whose http or https URL is in a line (default: none is fetched)",
+}
+_ANSWERS = {
+    "--set NAME=VALUE": "any option of generate by its name there; VALUE is JSON",
+    "--generation-config FILE": "a generation_config.json; options of this command win over it",
+}
+_RESULTS = {
+    "--keep FIELDS": "copy these fields of a record into its result: a,b or all",
+    "--token-ids": "write the ids of the new tokens, too",
+    "--order WHICH": "input (the default): in the end, results get the order of IN; finished: they stay as they came",
+}
+_COURSE = {
+    "--shard I/N": "only part I of N, counted from 1, into OUT.shard-I-of-N.jsonl. `merge OUT` joins the parts",
+    "--retry-errors": "run lines with errors again",
+    "--restart": "begin afresh; the old OUT is kept as OUT.bak-1, ...",
+    "--on-error WHAT": "record (the default): a bad line's result is its error; raise: a bad line refuses the file",
+    "--fsync WHEN": "when results are forced onto the disk: always, never, or an interval (default: %(default)s)",
+}
+_LIMITS = {
+    "--limit N": "only the first N records",
+    "--window SIZE": "how much of IN is in memory at a time; prompts share within a window (default: %(default)s)",
+}
+_COMMON = {
+    "-q, --quiet": "print nothing but errors on stderr",
+    "--traceback": "show the traceback of an error",
+    "-h, --help": "show this page",
+}
+_HOW: dict[str, dict[str, Any]] = {  # what argparse is told of an option beside its help
+    "--dialect": {"choices": ("auto", "plain", "openai"), "default": "auto"},
+    "-m": {"type": os.path.expanduser, "required": True},
+    "--tokenizer": {"type": os.path.expanduser},
+    "--adapter": {"action": "append", "default": [], "dest": "adapters"},
+    "--dtype": {"choices": ("auto", "float32", "bfloat16", "float16"), "default": "auto"},
+    "--tp": {"type": positive},
+    "--threads": {"type": positive},
+    "--device": {"default": "auto"},
+    "--template": {"type": template},
+    "--system": {"type": unescaped},
+    "--set": {"action": "append", "default": []},
+    "--generation-config": {"type": config_file, "default": NO_SETTINGS},
+    "--keep": {"type": fields, "default": []},
+    "--order": {"choices": ("input", "finished"), "default": "input"},
+    "--on-error": {"choices": ("record", "raise"), "default": "record"},
+    "--fsync": {"default": "5s"},
+    "--limit": {"type": positive},
+    "--window": {"type": size, "default": "256MiB"},
+    "-h": {"action": "help"},
+}
 _RUN = """\
 Answer every prompt of a file. Prompts that begin alike are computed together,
 whatever their order, and results are written as they finish. If the run is
 stopped for any reason, run the same command again: it continues.
 """
-_RUN_EXAMPLES = f"""\
-records:
-  A line (or a row) is {{"prompt": "..."}} or {{"messages": [...]}}, with an "id" if
+_RECORDS = """records:
+  A line (or a row) is {"prompt": "..."} or {"messages": [...]}, with an "id" if
   you like. Settings may stand beside the prompt, under their names in
-  model.generate: {{"prompt": "...", "max_new_tokens": 20, "temperature": 0.7}}.
+  model.generate: {"prompt": "...", "max_new_tokens": 20, "temperature": 0.7}.
   They win over options of this command, which win over the model's
-  generation_config. Lines of an OpenAI batch ({{"custom_id", "method", "url",
-  "body"}}) are recognised, and the output then has OpenAI's form.
-  More in docs/files.md
+  generation_config. Lines of an OpenAI batch ({"custom_id", "method", "url",
+  "body"}) are recognised: then OUT has OpenAI's form. More in docs/files.md
 
 examples:
   hf-batchllm run in.jsonl out.jsonl --model path/or/name --max-new-tokens 100
   hf-batchllm run in.csv out.csv --model M --keep question \\
-      --template '{{context}}\\n\\nQ: {{question}}\\nA:'
-  hf-batchllm run in.parquet out.parquet --model M --prompt-field question \\
-      --chat --system 'Be brief.'
+      --template '{context}\\n\\nQ: {question}\\nA:'
+  hf-batchllm run in.parquet out.parquet --model M --chat --system 'Be brief.'
   hf-batchllm run in.jsonl out.jsonl --model M -n 4 --temperature 0.8 --seed 1
   hf-batchllm run in.jsonl out.jsonl --model M --shard 2/8    (a job of eight)
-  cat in.jsonl | hf-batchllm run - - --model M --set no_repeat_ngram_size=3
+  cat in.jsonl | hf-batchllm run - - --model M --no-repeat-ngram-size 3
 
-{EXIT_CODES_HELP}"""
+"""
+_OTHER_SETTINGS = """Every other option of generate is an option here, too: --min-p 0.05,
+--num-beams 4, --ignore-eos, ... (docs/generate.md)"""
 _PLAN = """\
 Show what the prompts of a file have in common, and so what running them
 together saves. No model is loaded, only a tokenizer (none for token ids).
 """
-_PLAN_EXAMPLES = f"""\
+_PLAN_EXAMPLES = """\
 examples:
   hf-batchllm plan in.jsonl --tokenizer path/or/name
   hf-batchllm plan in.jsonl --tokenizer path/or/name --html plan.html
 
-{EXIT_CODES_HELP}"""
+"""
 
 
 def run_parser() -> Parser:
-    parser = Parser("run", description=_RUN, epilog=_RUN_EXAMPLES)
-    parser.usage = "hf-batchllm run IN OUT --model MODEL [options]"
-    files = parser.add_argument_group("files")
-    files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, .txt, or - for stdin")
-    files.add_argument(
-        "target", metavar="OUT", help="the same kinds but .txt, or - for stdout. An unfinished OUT is continued"
-    )
-    add_reading(files)
-    files.add_argument(
-        "--output-format", metavar="KIND", help="format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"
-    )
-    _add_model(parser.add_argument_group("the model"))
-    prompts = parser.add_argument_group("prompts")
-    add_prompts(prompts)
-    _add_images(prompts)
-    _add_settings(parser.add_argument_group("answers (a line may have settings of its own)"))
-    _add_results(parser.add_argument_group("results"))
-    _add_course(parser.add_argument_group("the run"))
-    add_config_flags(parser.add_argument_group("the engine (the defaults suit nearly everybody)"))
+    parser = Parser("run", "IN OUT --model MODEL [options]", description=_RUN, epilog=_RECORDS + EXIT_CODES_HELP)
+    group = parser.add_argument_group
+    add_options(group("files"), _IN | _OUT | _FORMAT | OUTPUT_FORMAT)
+    model = add_options(group("the model"), _MODEL)
+    add_options(model.add_mutually_exclusive_group(), _DEVICE_OR_GPUS)
+    add_options(model, _PROCESSES | _CODE)
+    add_options(_add_prompts(parser), _IMAGES)
+    answers = group("answers (a line may have settings of its own)", _OTHER_SETTINGS)
+    add_settings(answers, NAMES.difference(PROMPT_OPTIONS))
+    add_options(answers, _ANSWERS)
+    add_options(group("results"), _RESULTS)
+    add_options(group("the run"), _LIMITS | _COURSE)
+    add_config(group("the engine (the defaults suit nearly everybody)"), _CONFIG)
     add_common(parser)
     return parser
 
 
 def plan_parser() -> Parser:
-    parser = Parser("plan", description=_PLAN, epilog=_PLAN_EXAMPLES)
-    parser.usage = "hf-batchllm plan IN --tokenizer T [options]"
-    files = parser.add_argument_group("files")
-    files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, .txt, or - for stdin")
-    add_reading(files)
-    files.add_argument("--json", action="store_true", help="print figures as JSON")
-    files.add_argument("--html", metavar="FILE", help="write a picture of the plan")
-    files.add_argument("--limit", type=_positive, metavar="N", help="only the first N records")
-    files.add_argument("--window", metavar="SIZE", default="256MiB", help="as for `run` (default: %(default)s)")
-    model = parser.add_argument_group("the tokenizer")
-    model.add_argument("--tokenizer", "--model", metavar="T", help="a folder, or a name on the hub")
-    _add_code(model, "the tokenizer")
-    add_prompts(parser.add_argument_group("prompts"))
-    sharing = parser.add_argument_group("sharing")
-    sharing.add_argument("--min-shared-tokens", type=_whole, metavar="N", default=None, help="as for `run`")
+    parser = Parser("plan", "IN --tokenizer T [options]", description=_PLAN, epilog=_PLAN_EXAMPLES + EXIT_CODES_HELP)
+    group = parser.add_argument_group
+    add_options(group("files"), _IN | _FORMAT | _PICTURES | _LIMITS)
+    add_options(group("the tokenizer"), _TOKENIZER | _CODE)
+    _add_prompts(parser)
+    add_config(group("sharing"), ["min_shared_tokens"])
     add_common(parser)
     return parser
 
 
-def add_reading(group: Any) -> None:
-    group.add_argument(
-        "--format", metavar="KIND", help="format of IN: jsonl, csv, tsv, parquet or txt (default: by its suffix)"
-    )
-    group.add_argument(
-        "--dialect",
-        choices=("auto", "plain", "openai"),
-        default="auto",
-        help="the form of records: plain, or requests of an OpenAI batch. Default: as the first record looks",
-    )
+def add_common(parser: Parser) -> None:
+    add_options(parser.add_argument_group("this command"), _COMMON)
 
 
-def add_prompts(group: Any) -> None:
-    group.add_argument(
-        "--prompt-field", metavar="NAME", help="the field that is the prompt (default: prompt, messages)"
-    )
-    group.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="build the prompt from fields: '{context}\\n\\nQ: {question}\\nA:'. \\n and \\t are understood; write a "
-        "brace itself as {{ or }}; @FILE reads the template from a file",
-    )
-    group.add_argument("--chat", action="store_true", help="make each prompt a user's message, for chat models")
-    group.add_argument(
-        "--system",
-        metavar="TEXT",
-        help="a system message for chats without one; turns prompts into chats, as --chat does. \\n is understood",
-    )
-    add_prompt_flags(group)
-    group.add_argument(
-        "--no-line-settings",
-        action="store_true",
-        help="treat fields named as settings (n, stop, seed, ...) as data, too",
-    )
-
-
-def _add_images(group: Any) -> None:
-    group.add_argument(
-        "--image-folder",
-        metavar="DIR",
-        help="read images whose path is in a line, from inside this folder alone (default: no file is read for a line)",
-    )
-    group.add_argument(
-        "--image-urls",
-        action="store_true",
-        help="fetch images whose http or https URL is in a line (default: nothing is)",
-    )
-
-
-def _add_model(group: Any) -> None:
-    group.add_argument(
-        "--model",
-        "-m",
-        metavar="M",
-        required=True,
-        help="a folder, or a name on the hub. A PEFT folder brings its base",
-    )
-    group.add_argument("--tokenizer", metavar="T", help="a tokenizer other than the model's own")
-    group.add_argument(
-        "--adapter",
-        action="append",
-        metavar="NAME=PATH",
-        help='load a PEFT adapter; may be given several times. A line chooses it by {"adapter": "NAME"}; '
-        "--set adapter=NAME is for lines that choose none",
-    )
-    group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="auto (the default): the dtype that the model was saved in",
-    )
-    group.add_argument(
-        "--device",
-        metavar="D",
-        default="auto",
-        help="cpu, cuda, cuda:1, mps (a Mac's GPU), xpu (Intel's); auto (the default): a CUDA or ROCm GPU if there is "
-        "one, else cpu",
-    )
-    group.add_argument(
-        "--gpus",
-        metavar="N",
-        help="several GPUs, a process with a whole model on each: how many, or their numbers, as in 0,2",
-    )
-    group.add_argument(
-        "--tp",
-        type=_positive,
-        metavar="N",
-        help="with --gpus: how many GPUs have a model together, each a part of it, where it does not fit into one",
-    )
-    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (with --gpus, of each process)")
-    _add_code(group, "the model")
-
-
-def _add_code(group: Any, whose: str) -> None:
-    group.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help=f"run Python code that comes with {whose}. Off by default: turn it on only for authors whom you trust",
-    )
-
-
-def _add_settings(group: Any) -> None:
-    group.add_argument(
-        "--max-new-tokens",
-        "--max-tokens",
-        type=_whole,
-        metavar="N",
-        help="longest answer, in tokens (default: the model's, or 20)",
-    )
-    group.add_argument(
-        "--temperature", type=_number, metavar="T", help="above 0: sample; 0: always take the likeliest token"
-    )
-    group.add_argument(
-        "--top-p", type=_number, metavar="P", help="sample from the likeliest tokens that make up P together"
-    )
-    group.add_argument(
-        "--top-k", type=_whole, metavar="K", help="sample from the K likeliest tokens (generate's default: 50)"
-    )
-    group.add_argument("-n", "--num-return-sequences", type=_whole, metavar="N", help="answers to each prompt")
-    group.add_argument(
-        "--seed",
-        type=_whole,
-        metavar="N",
-        help="seed of sampling (default: a random one, kept beside OUT; with --shard, one made of IN)",
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="text that ends an answer; may be given several times. \\n is understood",
-    )
-    add_grammar_flags(group)
-    group.add_argument(
-        "--logprobs",
-        type=_whole,
-        metavar="K",
-        help="write log-probabilities of new tokens, and of the K likeliest ones",
-    )
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set any other option of generate; VALUE is JSON",
-    )
-    group.add_argument(
-        "--generation-config", metavar="FILE", help="a generation_config.json; options of this command win over it"
-    )
-
-
-def _add_results(group: Any) -> None:
-    group.add_argument("--keep", metavar="FIELDS", help="copy these fields of a record into its result: a,b or all")
-    group.add_argument("--token-ids", action="store_true", help="write the ids of the new tokens, too")
-    group.add_argument(
-        "--order",
-        choices=("input", "finished"),
-        default="input",
-        help="input (the default): in the end, results get the order of IN; finished: they stay as they came",
-    )
-
-
-def _add_course(group: Any) -> None:
-    group.add_argument("--limit", type=_positive, metavar="N", help="only the first N records")
-    group.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="only part I of N, counted from 1, into OUT.shard-I-of-N.jsonl: for N jobs, each with a part of its own. "
-        "`merge OUT` joins them",
-    )
-    group.add_argument("--retry-errors", action="store_true", help="run lines with errors again")
-    group.add_argument("--restart", action="store_true", help="begin afresh; the old OUT is kept as OUT.bak-1, ...")
-    group.add_argument(
-        "--on-error",
-        choices=("record", "raise"),
-        default="record",
-        help="record (the default): the result of a bad line is its error; raise: refuse the file if a line is bad",
-    )
-    group.add_argument(
-        "--fsync",
-        metavar="WHEN",
-        default="5s",
-        help="when results are forced onto the disk, and so what a power cut may cost: always, never, or "
-        "an interval (default: %(default)s)",
-    )
-    group.add_argument(
-        "--window",
-        metavar="SIZE",
-        default="256MiB",
-        help="how much of IN is in memory at a time; prompts share within a window (default: %(default)s)",
-    )
-
-
-def add_common(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("this command")
-    group.add_argument("--quiet", "-q", action="store_true", help="print nothing but errors on stderr")
-    group.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-    group.add_argument("--help", "-h", action="help", help="show this page")
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _positive(text: str) -> int:
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than 1")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+def _add_prompts(parser: Parser) -> Any:
+    group = parser.add_argument_group("prompts")
+    add_options(group.add_mutually_exclusive_group(), _FIELD_OR_TEMPLATE)
+    add_options(group, _PROMPTS)
+    add_settings(group, PROMPT_OPTIONS)
+    return group

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from ..errors import OutputWriteError
 from ..files.merge_shards import merge
-from .arguments import add_common
-from .exits import DONE, EXIT_CODES_HELP, SOME_ERRORS, STOPPED, USAGE, interruptible
-from .messages import Console, reason
-from .parser import Parser
+from .arguments import OUTPUT_FORMAT, Parser, add_common, add_options
+from .console import DONE, EXIT_CODES_HELP, SOME_ERRORS, STOPPED, USAGE, Console, interruptible, reason
 
 _ABOUT = """\
 Join the results of jobs that ran a part of a file each. OUT is what one run
@@ -24,10 +22,15 @@ examples:
 
 {EXIT_CODES_HELP}"""
 
+_OPTIONS = {
+    "--partial": "merge what is there, though results are missing. It may be repeated",
+    "--restart": "begin afresh; the old OUT is kept as OUT.bak-1, ...",
+}
+
 
 def main(arguments: Sequence[str]) -> int:
-    asked = _parser().parse_args(arguments)
-    console = Console(asked.quiet, asked.traceback, lambda message: message.replace("`--format", "`--output-format"))
+    asked = _parser().read(arguments)
+    console = Console(asked.quiet, asked.traceback)
     with interruptible() as interrupts, console.warnings_shown():
         try:
             report = merge(
@@ -44,17 +47,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("merge", description=_ABOUT, epilog=_EXAMPLES)
-    parser.usage = "hf-batchllm merge OUT [options]"
-    files = parser.add_argument_group("files")
-    files.add_argument("target", metavar="OUT", help="the OUT of the jobs, beside which their files are")
-    files.add_argument(
-        "--output-format", metavar="KIND", help="format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"
-    )
-    course = parser.add_argument_group("the merge")
-    course.add_argument(
-        "--partial", action="store_true", help="merge what is there, though results are missing. It may be repeated"
-    )
-    course.add_argument("--restart", action="store_true", help="begin afresh; the old OUT is kept as OUT.bak-1, ...")
+    parser = Parser("merge", "OUT [options]", description=_ABOUT, epilog=_EXAMPLES)
+    files = {"target OUT": "the OUT of the jobs, beside which their files are"}
+    add_options(parser.add_argument_group("files"), files | OUTPUT_FORMAT)
+    add_options(parser.add_argument_group("the merge"), _OPTIONS)
     add_common(parser)
     return parser

@@ -6,12 +6,11 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..config import BatchConfig
 from ..files.records.prompt_records import PromptRecord
 from ..files.records.record_reader import RecordReader
 from ..files.store.sources import Source, open_source
@@ -20,12 +19,10 @@ from ..inputs.prompts import Prompt, check_prompts
 from ..notices import Notices
 from ..planning.sharing import plan_sharing
 from ..results.sharing_plan import SharingPlan
-from .argument_values import first_records, layout_from, prompt_settings_from, reader_from, size_from
-from .arguments import plan_parser
-from .exits import DONE, SOME_ERRORS, USAGE, interruptible
-from .flag_names import in_flags
-from .loading import bars_of_loading, check_template, check_tokenizer_name, load_tokenizer, quiet_transformers
-from .messages import Console, UsageError, reason
+from .arguments import config_from, plan_parser
+from .console import DONE, SOME_ERRORS, USAGE, Console, UsageError, interruptible, reason
+from .loading import bars_of_loading, check_folders, load_tokenizer
+from .values import first_records, layout_from, reader_from, settings_from
 
 _MOST_ERRORS_SHOWN = 8
 _PAGE = """\
@@ -41,13 +38,7 @@ _PAGE = """\
 @dataclass
 class FilePlan:
     plans: list[SharingPlan] = field(default_factory=list)  # one for each window
-    shown_errors: list[str] = field(default_factory=list)  # the first ones
-    errors: int = 0
-
-    def add_error(self, why: str) -> None:
-        self.errors += 1
-        if len(self.shown_errors) < _MOST_ERRORS_SHOWN:
-            self.shown_errors.append(why)
+    errors: list[str] = field(default_factory=list)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -61,13 +52,13 @@ class FilePlan:
             "saved_tokens": total - computed,
             "saving": (total - computed) / total if total else 0.0,
             "windows": len(self.plans),
-            "errors": self.errors,
+            "errors": len(self.errors),
         }
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = plan_parser().parse_args(arguments)
-    console = Console(asked.quiet, asked.traceback, in_flags(asked))
+    asked = plan_parser().read(arguments)
+    console = Console(asked.quiet, asked.traceback)
     with interruptible() as interrupts, console.warnings_shown():
         try:
             file_plan = _plan_file(asked, console)
@@ -84,13 +75,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
-    layout, window = layout_from(asked), size_from(asked.window, "--window")
-    min_shared = BatchConfig.min_shared_tokens if asked.min_shared_tokens is None else asked.min_shared_tokens
+    layout, min_shared = layout_from(asked), config_from(asked).min_shared_tokens
     if asked.html is not None:
-        _check_html(asked.html)
+        with open(asked.html, "a", encoding="utf-8"):
+            pass  # a wrong place is an error now, and not when all is planned
     source = open_source(asked.source, asked.format, note=console.note)
     try:
-        base = prompt_settings_from(asked)
+        base = settings_from(asked)
         reader = reader_from(asked, source, layout, base)
         first = first_records(reader, source, asked.limit)
 
@@ -98,17 +89,15 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
         def tokenizer() -> Any:
             if asked.tokenizer is None:
                 raise UsageError("prompts that are text need a tokenizer: pass --tokenizer with a folder or a name")
-            check_tokenizer_name(asked.tokenizer)
-            with quiet_transformers(), bars_of_loading(not asked.quiet):
-                return load_tokenizer(asked, "prompts that are text")
+            check_folders(asked)
+            with bars_of_loading(asked.quiet):
+                return load_tokenizer(asked, first)
 
         if first.have_texts:
-            loaded = tokenizer()
-            if first.only_chats and not base.brings_template:
-                check_template(loaded, asked.tokenizer, first.place)
+            tokenizer()
         numbers = np.arange(min(source.count, asked.limit or source.count))
         file_plan = FilePlan()
-        for prompts in _windows(source, reader, numbers, window, tokenizer, file_plan):
+        for prompts in _windows(source, reader, numbers, asked.window, tokenizer, file_plan):
             plan = plan_sharing(prompts, min_shared_tokens=min_shared)
             if first.have_texts:
                 plan.add_labels(prompts, lambda ids: tokenizer().decode(ids, skip_special_tokens=True))
@@ -129,27 +118,17 @@ def _windows(
             if isinstance(read, PromptRecord):
                 records.append(read)
             else:
-                file_plan.add_error(str(read))
-        options = as_lists([record.settings.prompt_options for record in records])
-        with notices.naming(partial(_place, source, records)):
+                file_plan.errors.append(str(read))
+        places = [source.where(record.number) for record in records]
+        with notices.naming(places.__getitem__):
             checked, problems = check_prompts(
-                [record.prompt for record in records], tokenizer=tokenizer, notices=notices, options=options
+                [record.prompt for record in records],
+                tokenizer=tokenizer,
+                notices=notices,
+                options=as_lists([record.settings.prompt_options for record in records]),
             )
-        for place, why in problems.items():
-            file_plan.add_error(f"{_place(source, records, place)}: the prompt {why}")
+        file_plan.errors += [f"{places[place]}: the prompt {why}" for place, why in problems.items()]
         yield [prompt for prompt in checked if prompt is not None]
-
-
-def _place(source: Source, records: Sequence[PromptRecord], place: int) -> str:
-    return source.where(records[place].number)
-
-
-def _check_html(path: str) -> None:
-    try:
-        with open(path, "a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise UsageError(f"--html {path}: {error.strerror}") from None
 
 
 def _show(asked: argparse.Namespace, file_plan: FilePlan, console: Console) -> None:
@@ -169,8 +148,7 @@ def _show(asked: argparse.Namespace, file_plan: FilePlan, console: Console) -> N
         print(f"  tokens asked for   {figures['tokens']:>18,}")
         print(f"  tokens to compute  {figures['computed_tokens']:>18,}")
         print(f"  tokens saved       {figures['saved_tokens']:>18,}   {figures['saving']:.1%}")
-    if file_plan.errors:
-        hidden = file_plan.errors - len(file_plan.shown_errors)
-        more = f"\n  ... and {hidden:,} more" if hidden else ""
-        lines = "lines cannot" if file_plan.errors > 1 else "line cannot"
-        console.note("\n  ".join([f"{file_plan.errors:,} {lines} be used:", *file_plan.shown_errors]) + more)
+    if errors := file_plan.errors:
+        more = [f"... and {len(errors) - _MOST_ERRORS_SHOWN:,} more"] if len(errors) > _MOST_ERRORS_SHOWN else []
+        headline = f"{len(errors):,} {'lines' if len(errors) > 1 else 'line'} cannot be used:"
+        console.note("\n  ".join([headline, *errors[:_MOST_ERRORS_SHOWN], *more]))

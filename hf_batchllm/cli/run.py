@@ -18,14 +18,10 @@ from ..files.store.shards import read_shard
 from ..files.store.sources import open_source
 from ..files.store.stream_output import is_stream
 from ..installed_versions import missing_package
-from .argument_values import first_records, images_from, layout_from, reader_from, settings_from, size_from
-from .arguments import run_parser
-from .config_flags import config_from
-from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
-from .flag_names import in_flags
-from .loading import Loader
-from .messages import PROGRAM, Console, UsageError, reason
-from .peft_adapters import adapters_from, base_of, is_peft_folder
+from .arguments import config_from, option, run_parser
+from .console import DONE, PROGRAM, SOME_ERRORS, STOPPED, USAGE, Console, UsageError, interruptible, reason
+from .loading import Loader, adapters_from, base_of, check_folders
+from .values import first_records, images_from, layout_from, reader_from, settings_from
 
 _WITHOUT_ADAPTER = (
     "the first lines choose no `adapter`, and so run without those of --adapter: --set adapter={first} chooses one for "
@@ -34,10 +30,10 @@ _WITHOUT_ADAPTER = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = run_parser().parse_args(arguments)
+    asked = run_parser().read(arguments)
     if problem := missing_package():
         raise UsageError(problem)
-    console = Console(asked.quiet, asked.traceback, in_flags(asked))
+    console = Console(asked.quiet, asked.traceback)
     with interruptible() as interrupts, console.warnings_shown():
         loader: Loader | None = None
         place, kind = asked.target, asked.output_format
@@ -46,8 +42,6 @@ def main(arguments: Sequence[str]) -> int:
             base, layout, images = settings_from(asked), layout_from(asked), images_from(asked)
             options = _run_options(asked, base.seed)
             _check_target(asked)
-            if asked.gpus and asked.device != "auto":
-                raise UsageError("--gpus and --device both say where the model runs: keep one of them")
             if asked.tp and not asked.gpus:
                 raise UsageError("--tp says how many of the GPUs of --gpus have a model together: pass --gpus, too")
             source = open_source(asked.source, asked.format, note=console.note)
@@ -70,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
                     part = options.part(source, reader.prompt_text)
                     count = min(source.count, asked.limit or source.count) if part is None else len(part.numbers)
                     if len(output) < count:  # there is something to run
-                        loader.check_names()
+                        check_folders(asked)
                     importing = time.perf_counter()
                     from ..files.record_loop import run_records  # takes seconds: all else has been checked
 
@@ -99,9 +93,6 @@ def main(arguments: Sequence[str]) -> int:
             stopped = begun and not isinstance(error, BatchLLMError | OSError)
             console.error(_why(error, begun) + (f".{_kept(place, kind)}" if stopped else ""), error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
-        finally:
-            if loader is not None:
-                loader.close()
     if str(report):
         console.plain(str(report))
     if options.shard is not None:
@@ -115,7 +106,7 @@ def _run_options(asked: argparse.Namespace, seed: int | None) -> RunOptions:
         token_ids=asked.token_ids,
         order=asked.order,
         fsync=asked.fsync,
-        window_bytes=size_from(asked.window, "--window"),
+        window_bytes=asked.window,
         retry_errors=asked.retry_errors,
         restart=asked.restart,
         on_error=asked.on_error,
@@ -128,8 +119,8 @@ def _run_options(asked: argparse.Namespace, seed: int | None) -> RunOptions:
 
 def _model_identity(asked: argparse.Namespace, adapters: dict[str, str]) -> dict[str, Any]:
     beside: dict[str, Any] = {}
-    if is_peft_folder(asked.model):
-        beside["base"] = _full_name(base_of(asked.model))
+    if (base := base_of(asked.model)) is not None:
+        beside["base"] = _full_name(base)
     if adapters:
         beside["adapters"] = {name: _full_name(path) for name, path in sorted(adapters.items())}
     return {
@@ -148,15 +139,11 @@ def _full_name(name: str) -> str:
 
 def _check_target(asked: argparse.Namespace) -> None:
     if asked.target == "-":
-        given = {"--restart": asked.restart, "--retry-errors": asked.retry_errors, "--shard": asked.shard}
-        for name, value in given.items():
-            if value:
-                raise UsageError(f"{name} needs an output that can be continued, and - is stdout")
+        for name in ("restart", "retry_errors", "shard"):
+            if getattr(asked, name):
+                raise UsageError(f"{option(name)} needs an output that can be continued, and - is stdout")
     if not is_stream(asked.target):
-        try:
-            format_of(asked.target, asked.output_format, OutputFileError)
-        except OutputFileError as error:
-            raise UsageError(str(error).replace("--format", "--output-format")) from error
+        format_of(asked.target, asked.output_format, OutputFileError)
 
 
 def _why(error: Exception, begun: bool) -> str:

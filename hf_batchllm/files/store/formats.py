@@ -35,5 +35,6 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
         raise error(f"{path}: an answer may have several lines, which a .txt cannot hold: name it .jsonl or .csv")
     if suffix not in FORMATS:
         known = ", ".join([*FORMATS, *([_TEXT_SUFFIX] if reads else [])])
-        raise error(f"{path}: its name does not say what it is ({known}): pass the format (`--format jsonl`)")
+        option = "--format" if reads else "--output-format"
+        raise error(f"{path}: its name does not say what it is ({known}): pass the format (`{option} jsonl`)")
     return FORMATS[suffix]
