@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -16,21 +15,21 @@ from hf_batchllm.kernels.work_lists import Ranges
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
 
+import attention_rivals as rivals
 import calibrate_attention as calibrate
-from bench_support import attention_rivals as rivals
-from bench_support import paged_rivals
-from bench_support.attention_batches import (
+from attention import (
     EVERY,
     NEVER,
     PAGE,
     DecodeBatch,
     PrefillBatch,
+    Problem,
+    Unfit,
     floor_ms,
     operations,
     repage,
     unique_bytes,
 )
-from bench_support.attention_problem import Problem, Unfit
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # no GPU: no need
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -222,7 +221,7 @@ def test_rivals_in_torch_solve_prompts(make: rivals.Make) -> None:
 def test_a_cascade_meets_prefix_pages_and_rows_pages() -> None:
     given = problem(small_random())
     paging = repage(given.slots, 16)
-    shared, own = paged_rivals.cascade_levels(given, paging)
+    shared, own = rivals.cascade_levels(given, paging)
     assert shared[0].tolist() == [0, 3, 4, 9] and np.diff(shared[1]).tolist() == [8, 4, 1]
     for row, slots in enumerate(given.slots):
         group = np.searchsorted(shared[0], row, side="right") - 1
@@ -262,27 +261,3 @@ def test_a_gate_is_suggested_between_what_pays_and_what_does_not() -> None:
     gate = calibrate.best_gate(cells)
     assert 80 < gate <= 120 and max(cell.loss(gate) for cell in cells) == 0
     assert calibrate.break_even(cells[:2]) == np.inf and calibrate.break_even(cells[2:]) == 240
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "bench_decode_attention",
-        "bench_prefill_attention",
-        "calibrate_attention",
-        "bench_experts",
-        "calibrate_experts",
-        "bench_small_kernels",
-        "bench_sampling_kernels",
-        "bench_fused_layers",
-        "bench_prompt_step",
-        "bench_two_streams",
-        "bench_graph_sizes",
-    ],
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_benches_say_that_they_need_a_gpu(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(__file__).parents[1] / "examples" / "benchmarks" / f"{script}.py"
-    monkeypatch.setattr(sys, "argv", [str(path)])
-    with pytest.raises(SystemExit, match="GPU"):
-        runpy.run_path(str(path), run_name="__main__")

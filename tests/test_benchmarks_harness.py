@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support_lm_eval import saved as saved  # a fixture
-from transformers.utils import logging as transformers_logging
 
-from hf_batchllm.bench.harness import main
-
+SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
 
 
-def test_the_bench_runs(saved: Path, capsys: Any) -> None:
-    verbosity = transformers_logging.get_verbosity()
-    small = "--questions 3 --shots 1 --choices 2 --runs 1 --batch-sizes 1,2 --device cpu --dtype float32"
-    try:
-        for more in ([], ["--letters", "--sampler", "default", "--rival-questions", "2"]):
-            assert main(["--model", str(saved), *small.split(), *more]) == 0
-            shown = capsys.readouterr().out
-            assert "hf, batches of " in shown and ", is_greedy in 0 of" in shown
-            assert float(re.search(r"differ by (\S+) at most", shown)[1]) < 1e-4
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+def test_the_bench_runs(saved: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    bench = importlib.import_module("bench_harness").main
+    small = "--questions 3 --shots 1 --choices 2 --runs 1 --batch-sizes 1 2 --device cpu --dtype float32"
+    for more in ([], ["--letters", "--sampler", "default", "--rival-questions", "2"]):
+        bench(["--model", str(saved), *small.split(), *more])
+        shown = capsys.readouterr().out
+        assert "hf, batches of " in shown and ", is_greedy in 0 of" in shown
+        assert float(re.search(r"differ by (\S+) at most", shown)[1]) < 1e-4

@@ -23,7 +23,6 @@ from support_untouched import FAMILY, fingerprint
 from support_word_tokenizer import word_tokenizer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, PromptError
-from hf_batchllm.bench.score import main
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs import preparing
 from hf_batchllm.model.runner import ModelRunner
@@ -279,17 +278,3 @@ def test_a_table() -> None:
     assert len(table) == 6 and table.groupby("index").logprob.idxmax().notna().all()
     failed = make().score([[5], [300]], choices=[[6]], on_error="record").to_pandas()
     assert failed.error.notna().tolist() == [False, True] and failed.logprob.isna().tolist() == [False, True]
-
-
-# -- the benchmark ---------------------------------------------------------------------------------------------
-
-
-def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--questions", "4", "--shots", "1", "--question", "6", "--answer", "3", "--choices", "2"]
-    runs = ["--runs", "1", "--rival-questions", "3", "--batch-sizes", "1,2,8"]
-    assert main(["--config", "tiny", "--device", "cpu", *sizes, *runs]) == 0
-    said = capsys.readouterr().out
-    for line in (r"hf_batchllm +4 ", r"loop, batches of \d +3 .* x as fast$"):
-        assert re.search(line, said, re.MULTILINE)
-    apart = re.search(r"log-probabilities of answers differ by (\S+) at most", said)
-    assert apart is not None and float(apart[1]) < 1e-3 and "scored tokens" in said

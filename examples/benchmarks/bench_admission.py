@@ -9,65 +9,52 @@ simulate_schedule.py says what to expect. The model runs on a GPU if there is on
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from bench_support.static_admission import StaticAdmission
+import common
+from other_schedulers import StaticAdmission
+from plot import draw_steps
 
-from hf_batchllm.bench.contenders import Ours
-from hf_batchllm.bench.measuring import measure
-from hf_batchllm.bench.models import end_at_random, load_model
-from hf_batchllm.bench.plot_steps import draw_steps
-from hf_batchllm.bench.workload import MixedGroups
+from hf_batchllm.bench.contenders import Measurement, Ours, measure
+from hf_batchllm.bench.workload import Tokens, Workload
 from hf_batchllm.results.timeline import Timeline
 
-_SCHEDULERS = {"static": StaticAdmission, "groups": None}  # None: the default
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--requests", type=int, default=400, metavar="N")
-    parser.add_argument("--degree", type=int, default=8, metavar="N", help="prompts that share a prefix")
-    parser.add_argument("--shared", type=int, default=2000, metavar="N", help="median tokens of a prefix")
-    parser.add_argument("--own", type=int, default=200, metavar="N", help="median tokens of a prompt after its prefix")
-    parser.add_argument("--new", type=int, default=2048, metavar="N", help="tokens of the longest answer")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    common.add_model(parser)
+    common.add_numbers(parser, requests=(400, "prompts"), degree=(8, "prompts that share a prefix"))
+    common.add_numbers(parser, shared=(2000, "median tokens of a prefix"), own=(200, "median further tokens"))
+    common.add_numbers(parser, new=(2048, "tokens of the longest answer"), runs=(1, "of which the median counts"))
     parser.add_argument("--stop-after", type=int, metavar="N", help="one token in N ends an answer")
     parser.add_argument("--memory", default="10GB", help="for the KV cache (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=1, help="of each; the median counts (default: %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps of the last runs")
-    asked = parser.parse_args()
-    device = torch.device(asked.device)
-    model = load_model(None, asked.config, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    asked = parser.parse_args(arguments)
+    model = common.model_of(asked)
     if asked.stop_after:
-        end_at_random(model, asked.stop_after)
-    lengths = {"shared": asked.shared, "own": asked.own, "new": asked.new, "degree": asked.degree}
-    workload = MixedGroups(asked.requests, **lengths, open_ended=asked.stop_after is not None)
-    prompts = workload.prompts(model.config.get_text_config().vocab_size)
-    timelines: dict[str, Timeline] = {}
-    head = f"{'':<10}{'seconds':>10}{'new tokens':>12}{'tokens/s':>10}{'steps':>9}{'preemptions':>13}{'recomputed':>11}"
-    lines = [head]
-    for name, kind in _SCHEDULERS.items():
-        fields = {"kv_memory": asked.memory} | ({"scheduler": kind()} if kind is not None else {})
-        ours = Ours(model, fields, name=name)
-        row = measure(ours, workload, prompts, asked.runs)
-        report = ours.report
-        assert report is not None and report.timeline is not None
-        timelines[name] = report.timeline
-        lines.append(
-            f"{name:<10}{row.seconds:>10.2f}{row.made[-1]:>12,}{row.new_tokens_per_second:>10,.0f}{report.steps:>9,}"
-            f"{report.preemptions:>13,}{report.recomputed_tokens:>11,}"
-        )
+        common.end_at_random(model, asked.stop_after)
+    workload = Workload(asked.requests, asked.shared, asked.own, asked.new, asked.degree, kind="mixed")
+    found: list[tuple[Measurement, Ours]] = []
+    for name, scheduler in (("static", StaticAdmission()), ("groups", "groups")):
+        ours = Ours(model, {"kv_memory": asked.memory, "scheduler": scheduler})
+
+        def run(prompts: Tokens, answers: Sequence[int], ours: Ours = ours) -> Tokens:
+            return ours(prompts, [asked.new] * len(prompts) if asked.stop_after else answers)
+
+        found.append((measure(run, model, Measurement(name, workload), asked.runs), ours))
     print(f"\n{workload}, {asked.memory} for the KV cache")
-    print("\n".join(lines))
+    columns = {"": "<8", "seconds": "8.2f", "new tokens": "10,", "tokens/s": "8,.0f", "steps": "7,"}
+    table = common.Table({**columns, "preemptions": "11,", "recomputed": "10,"})
+    timelines: dict[str, Timeline] = {}
+    for row, ours in found:
+        report = timelines[row.name] = ours.report
+        timelines[row.name] = report.timeline
+        values = {"": row.name, "seconds": row.seconds, "new tokens": row.made[-1], "steps": report.steps}
+        more = {"preemptions": report.preemptions, "recomputed": report.recomputed_tokens}
+        table.add({**values, **more, "tokens/s": row.new_tokens_per_second})
     if asked.plot is not None:
-        draw_steps(timelines, asked.plot, f"{asked.config} on {_device_name(device)}, {asked.memory}. {workload}")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        draw_steps(timelines, asked.plot, f"{asked.config} on {asked.device}, {asked.memory}. {workload}")
 
 
 if __name__ == "__main__":

@@ -14,18 +14,16 @@ the measure itself.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import common
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.bench.models import load_model
-from hf_batchllm.bench.workload import Workload
+from hf_batchllm.bench.workload import Workload, words_of
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 _OFF = 0.1  # of the ratio of two probabilities
@@ -124,46 +122,31 @@ WAYS: dict[str, Callable[..., list[Sampled]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder with a trained model, in place of random weights")
-    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument(
-        "--entropy", type=float, default=1.5, help="nats (default: %(default)s); 0: weights as they are"
-    )
-    parser.add_argument("--prompts", type=int, default=32, metavar="N")
-    parser.add_argument("--samples", type=int, default=8, metavar="N", help="answers to each prompt")
-    parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=128, metavar="N", help="new tokens of each answer")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    common.add_model(parser, dtype="bfloat16")
+    parser.add_argument("--entropy", type=float, default=1.5, help="nats (default: 1.5); 0: weights as they are")
+    common.add_numbers(parser, prompts=(32, "prompts"), samples=(8, "answers to each"), prompt=(128, "tokens of each"))
+    common.add_numbers(parser, new=(128, "new tokens of each answer"))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    asked = parser.parse_args(argv)
-    device = torch.device(asked.device)
-    config = None if asked.model else asked.config
-    model = load_model(asked.model, config, device, getattr(torch, asked.dtype))
-    workload = Workload(asked.prompts, shared=0, own=asked.prompt, new=asked.new, degree=1)
-    prompts = workload.prompts(model.config.get_text_config().vocab_size)
+    asked = parser.parse_args(arguments)
+    model = common.model_of(asked)
+    prompts = Workload(asked.prompts, 0, asked.prompt, asked.new, 1).prompts(words_of(model))
     scale = narrow(model, prompts, asked.entropy) if asked.entropy and not asked.model else 1.0
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
-    print(f"{asked.model or asked.config} in {asked.dtype} on {where}, head scaled by {scale:.2f}")
-    print(f"{asked.prompts} prompts of {asked.prompt} tokens, {asked.samples} answers of {asked.new} tokens to each\n")
-    print(
-        f"{'sampled by':<16}{'tokens':>9}{'over 10 % off':>15}{'mean distance':>15}{'largest':>9}{'bias':>10}",
-        flush=True,
-    )
+    print(f"{asked.prompts} prompts of {asked.prompt} tokens, {asked.samples} answers of {asked.new} tokens to each")
+    print(f"head scaled by {scale:.2f}\n")
+    columns = {"sampled by": "<16", "tokens": "8,", "over 10 % off": "13.2%", "mean distance": "13.5f"}
+    table = common.Table({**columns, "largest": "8.3f", "bias": "+10.5f"})
     for name in asked.ways:
         try:
             rows = WAYS[name](model, prompts, asked.new, asked.samples)
         except Exception as error:
-            print(f"{name:<16}   {type(error).__name__}: {str(error)[:90]}", flush=True)
+            print(f"{name:<16} {type(error).__name__}: {str(error)[:90]}", flush=True)
             continue
         far = torch.cat([of_a_forward(model, row) - torch.tensor(row.logprobs) for row in rows])
-        off = ((far.exp() - 1).abs() > _OFF).float().mean()
-        print(
-            f"{name:<16}{len(far):>9,}{off:>15.2%}{far.abs().mean():>15.5f}{far.abs().max():>9.3f}{far.mean():>+10.5f}",
-            flush=True,
-        )
+        off, mean = ((far.exp() - 1).abs() > _OFF).float().mean().item(), far.abs().mean().item()
+        found = {"sampled by": name, "tokens": len(far), "over 10 % off": off, "mean distance": mean}
+        table.add({**found, "largest": far.abs().max().item(), "bias": far.mean().item()})
 
 
 if __name__ == "__main__":

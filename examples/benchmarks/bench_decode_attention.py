@@ -5,11 +5,11 @@
     python examples/benchmarks/bench_decode_attention.py --rivals all  # torch, FlashInfer, ... where installed
     python examples/benchmarks/bench_decode_attention.py --json figures.json
 
-bench_support/attention_batches.py explains how batches are written and how the floor is worked out;
-bench_support/attention_rivals.py, what the rivals get. A batch is one decode step of one layer in a CUDA graph: the
-segment and own launches on parallel branches, then the merge. Prefixes become segments where the gate of
-kernels/ranges.py lets them. Each graph goes over several caches in turn, so that nothing stays in L2, and the time is
-the median of its replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
+attention.py explains how batches are written and how the floor is worked out; attention_rivals.py, what rivals get. A
+batch is one decode step of one layer in a CUDA graph: the segment and own launches on parallel branches, then the
+merge. Prefixes become segments where the gate of kernels/ranges.py lets them. Each graph goes over several caches in
+turn, so that nothing stays in L2, and the time is the median of its replays. Pages lie scattered over the caches. Every
+batch is checked before it is timed.
 
 "GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is the share of a device-to-device
 copy's rate (bytes read + bytes written); "floor" is the floor's share of the time. "off" is the time if every row reads
@@ -18,20 +18,18 @@ all of its tokens by itself. random:40 should reach 60 % of copy.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import attention_rivals as rivals
+import common
 import numpy as np
 import torch
-from bench_support import attention_rivals as rivals
-from bench_support.attention_batches import NEVER, PAGE, floor_ms, operations, unique_bytes
-from bench_support.attention_batches import DecodeBatch as Batch
-from bench_support.attention_problem import Problem
-from bench_support.gpu_timing import graph_ms, need_gpu, warm_branches
-from bench_support.options import add_attention_options, add_json_option, write_json
+from attention import NEVER, PAGE, Problem, add_attention, begin, floor_ms, operations, unique_bytes
+from attention import DecodeBatch as Batch
 
-from hf_batchllm.bench.machine_rates import measure_rates
+from hf_batchllm.bench.floor import Rates
 from hf_batchllm.kernels import decode_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
@@ -54,20 +52,9 @@ class Inputs:
     window: int | None
 
     @classmethod
-    def make(
-        cls,
-        batch: Batch,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        caches: int,
-        heads_first: bool = False,
-        window: int | None = None,
-    ) -> Inputs:
+    def make(cls, batch: Batch, heads: int, kv_heads: int, dim: int, caches: int, window: int | None = None) -> Inputs:
         def cache() -> torch.Tensor:
-            shape = (batch.pages, kv_heads, PAGE, dim) if heads_first else (batch.pages, PAGE, kv_heads, dim)
-            made = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-            return made.transpose(1, 2) if heads_first else made
+            return torch.randn(batch.pages, PAGE, kv_heads, dim, dtype=torch.bfloat16, device="cuda")
 
         q = torch.randn(batch.total_rows, heads, dim, dtype=torch.bfloat16, device="cuda")
         pairs = [(cache(), cache()) for _ in range(caches)]
@@ -137,19 +124,8 @@ def measure(
         for tile, stream in zip(tiles, branches, strict=False):
             if not only or str(tile) in only:
                 with torch.cuda.stream(stream):
-                    ct.attend_items(
-                        tile,
-                        inputs.q,
-                        k,
-                        v,
-                        out,
-                        part_out,
-                        part_lse,
-                        work,
-                        inputs.lengths,
-                        dim**-0.5,
-                        window=inputs.window,
-                    )
+                    given = inputs.q, k, v, out, part_out, part_lse, work, inputs.lengths, dim**-0.5
+                    ct.attend_items(tile, *given, window=inputs.window)
         main.wait_stream(side)
         if work.merges and (not only or "merge" in only):
             with torch.cuda.stream(main):
@@ -166,70 +142,44 @@ def measure(
     error = float((out.float() - inputs.want).norm() / inputs.want.norm())
     if not only and not error < TOLERANCE:
         raise AssertionError(f"{batch}: error {error}")
-    return {"ms": graph_ms(steps, replays, main) / len(inputs.caches), "error": error, "parts": work.parts}
+    return {"ms": common.graph_ms(steps, replays, main) / len(inputs.caches), "error": error, "parts": work.parts}
 
 
-def report(inputs: Inputs, copy: float, matmul: float) -> dict[str, Any]:
+def report(inputs: Inputs, rates: Rates, replays: int) -> dict[str, Any]:
     batch, (kv_heads, dim) = inputs.batch, inputs.caches[0][0].shape[2:]
-    found: dict[str, Any] = measure(inputs)
+    found = measure(inputs, replays=replays)
     ms = found["ms"]
-    moved = unique_bytes(batch.unique_tokens, kv_heads, dim)
-    computed = operations(batch.pairs, inputs.heads, dim)
-    floor = floor_ms(moved, computed, copy, matmul)
-    off = measure(inputs, gate=NEVER, gate_merged=NEVER)["ms"] if batch.shares else ms
-    return {"batch": str(batch), "rows": batch.total_rows, **found, "unique": moved / ms * 1e3, "off_ms": off} | {
-        "share": moved / ms * 1e3 / copy,
-        "tflops": computed / ms / 1e9,
-        "floor_ms": floor,
-        "floor_share": floor / ms,
-    }
+    moved, computed = unique_bytes(batch.unique_tokens, kv_heads, dim), operations(batch.pairs, inputs.heads, dim)
+    off = measure(inputs, gate=NEVER, gate_merged=NEVER, replays=replays)["ms"] if batch.shares else ms
+    figures = {"batch": str(batch), "rows": batch.total_rows, **found, "GB/s": moved / ms / 1e6, "off, ms": off}
+    figures |= {"copy": moved / ms * 1e3 / rates.copy, "TFLOP/s": computed / ms / 1e9, "ratio": off / ms}
+    return figures | {"floor": floor_ms(moved, computed, rates.copy, rates.operations) / ms}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("batches", nargs="*", type=Batch.parse, default=[Batch.parse(text) for text in DEFAULT])
-    add_attention_options(parser)
-    parser.add_argument("--caches", type=int, default=3, help="that a graph goes over (default: %(default)s)")
-    parser.add_argument("--rivals", default="none", help=f"a list of {', '.join(rivals.DECODE)}; none; or all")
-    add_json_option(parser)
-    options = parser.parse_args()
-    need_gpu()
+    add_attention(parser, "none", rivals.DECODE)
+    parser.set_defaults(replays=25)
+    options = parser.parse_args(arguments)
+    rates = begin(options)
     names, missing = rivals.chosen(options.rivals, rivals.DECODE)
-    torch.manual_seed(0)
-    rates = measure_rates(torch.device("cuda"), torch.bfloat16)
-    copy, matmul = rates.copy, rates.operations
-    warm_branches()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s,", end=" ")
-    print(f"products {matmul / 1e12:.0f} TFLOP/s; {options.heads} / {options.kv_heads} heads of {options.dim}")
-    if missing:
-        print(f"not installed: {', '.join(missing)}")
-    print(f"{'batch':>16} {'rows':>5} {'ms':>7} {'GB/s':>5} {'copy':>6} {'TFLOP/s':>7} {'floor':>6}", end="")
-    print(f" {'off, ms':>8} {'ratio':>5}" + "".join(f" {name:>10}" for name in names))
-    figures, failures = [], []
+    columns = {"batch": ">16", "rows": "5", "ms": "7.4f", "GB/s": "5.0f", "copy": "6.1%", "TFLOP/s": "7.0f"}
+    columns |= {"floor": "6.1%", "off, ms": "8.4f", "ratio": "5.2f", **dict.fromkeys(names, ">10")}
+    table, notes = common.Table(columns), [f"not installed: {', '.join(missing)}"] if missing else []
     for batch in options.batches:
         inputs = Inputs.make(batch, options.heads, options.kv_heads, options.dim, options.caches)
-        found = report(inputs, copy, matmul)
-        print(f"{batch!s:>16} {batch.total_rows:5} {found['ms']:7.4f} {found['unique'] / 1e9:5.0f}", end="")
-        print(
-            f" {found['share']:6.1%} {found['tflops']:7.0f} {found['floor_share']:6.1%} {found['off_ms']:8.4f}", end=""
-        )
-        print(f" {found['off_ms'] / found['ms']:5.2f}", end="", flush=True)
-        problem, found["rivals"] = inputs.problem, {}
+        found, problem = report(inputs, rates, options.replays), inputs.problem
         for name in names:
             outcome = rivals.time_rival(rivals.DECODE[name], problem, replays=9)
-            found["rivals"][name] = outcome.ms
-            failures += [f"{batch}, {name}, {note}" for note in outcome.notes if not outcome.unfit]
-            print(f" {outcome!s:>10}", end="", flush=True)
-        print()
-        figures.append(found)
+            found[name] = str(outcome)
+            notes += [f"{batch}, {name}, {note}" for note in outcome.notes if not outcome.unfit]
+        table.add(found)
+        if least := LEAST_SHARES.get(str(batch)):
+            notes.append(f"{batch}: {found['copy']:.1%} of copy; at least {least:.0%} are wanted")
         del inputs, problem
-    for failure in failures:
-        print(failure)
-    for found in figures:
-        if least := LEAST_SHARES.get(found["batch"]):
-            print(f"{found['batch']}: {found['share']:.1%} of copy; at least {least:.0%} are wanted")
-    written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
-    write_json(options.json, written)
+    print(*notes, sep="\n")
+    table.write(options.json, rates=vars(rates), notes=notes)
 
 
 if __name__ == "__main__":

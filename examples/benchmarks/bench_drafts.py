@@ -11,7 +11,6 @@ guessed, what wrong ones cost. `invariant=True` is set in both runs, and the ans
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Sequence
@@ -19,12 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
-import torch
+import common
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.bench.models import load_model
+from hf_batchllm.bench.workload import load_model, words_of
 from hf_batchllm.engine.drafts.assistant import Assistant
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling.text_lookup import TextLookup
@@ -87,72 +85,63 @@ class Told:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
+    parser = common.parser_of(__doc__)
+    common.add_model(parser, folder=False)
     parser.add_argument("--assistant", help="another shape with random weights, which guesses the tokens")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", default=list(LISTS), help="some of the lists, by their first words")
     parser.add_argument("--right", type=float, help="the chance of each token, in place of those of the lists")
-    parser.add_argument("--times", type=int, default=2, help="calls of which the fastest counts")
     parser.add_argument("--scale", type=float, default=1.0, help="of the lists' prompts, so many are taken")
+    common.add_numbers(parser, times=(2, "calls of which the fastest counts"))
     asked = parser.parse_args(arguments)
-    on_a_cpu = asked.device == "cpu"
-    dtype = torch.float32 if on_a_cpu else torch.bfloat16
-    model = load_model(None, asked.config, torch.device(asked.device), dtype)
-    assistant = None
-    if asked.assistant is not None:
-        assistant = load_model(None, asked.assistant, torch.device(asked.device), dtype)
-    vocabulary = model.config.get_text_config().vocab_size
-    by = f"guesses of {asked.assistant}" if assistant is not None else f"up to {GUESSED} tokens at a time"
-    print(f"{asked.config}, {str(dtype).removeprefix('torch.')}, {asked.device}, {by}\n")
-    print(f"{'':32}{'right':>6}{'without':>10}{'with':>9}{'faster':>8}   {'steps':15}guessed, right, saved (report)")
+    model = common.model_of(asked)
+    assistant = load_model(None, asked.assistant, model.device, model.dtype) if asked.assistant else None
+    print(f"guesses of {asked.assistant}\n" if assistant is not None else f"up to {GUESSED} tokens at a time\n")
+    columns = {"": "<30", "right": "6.0%", "without, s": "10.2f", "with, s": "8.2f", "faster": "6.2f", "steps": "7,"}
+    columns |= {
+        "with guesses": "12,",
+        "guessed": "9,",
+        "were right": "10,",
+        "saved (report), s": "17.2f",
+        "answers": "<8",
+    }
+    table = common.Table(columns)
     for name, texts in LISTS.items():
-        if not any(name.startswith(some) for some in asked.only):
+        if not name.startswith(tuple(asked.only)):
             continue
         texts = texts if asked.right is None else replace(texts, right=asked.right)
         dice = random.Random(1)
         lengths = texts.lengths(dice)[: max(1, round(asked.scale * texts.prompts))]
-        prompts = [[dice.randrange(1, vocabulary) for _ in range(texts.length)] for _ in lengths]
-
-        def configs(guessed: int | None, texts: Texts = texts, lengths: list[int] = lengths) -> list[GenerationConfig]:
-            return [
-                GenerationConfig(
-                    max_new_tokens=length, do_sample=True, num_return_sequences=texts.samples,
-                    prompt_lookup_num_tokens=None if assistant is not None else guessed,
-                )
+        prompts = [[dice.randrange(1, words_of(model)) for _ in range(texts.length)] for _ in lengths]
+        seconds: dict[bool, float] = {}
+        results: dict[bool, Any] = {}
+        for guessing in (False, True):
+            looked_up = GUESSED if guessing and assistant is None else None
+            configs = [
+                GenerationConfig(max_new_tokens=length, do_sample=True, num_return_sequences=texts.samples,
+                                 prompt_lookup_num_tokens=looked_up)
                 for length in lengths
             ]  # fmt: skip
-
-        seconds: dict[int | None, float] = {}
-        results: dict[int | None, Any] = {}
-        for guessed in (None, GUESSED):
+            given = {"seed": 7, "progress": False, "assistant_model": assistant if guessing else None}
             with BatchGenerator(model, invariant=True, keep_prefixes=0) as generator:
                 for _ in range(1 + asked.times):
                     own: Any = LOOKED_UP, BY_ASSISTANT
-                    if guessed:
-                        told = Told(prompts, results[None], texts.right, vocabulary)
+                    if guessing:
+                        told = Told(prompts, results[False], texts.right, words_of(model))
                         own = told.guess, told.of_assistant
                     with (
                         mock.patch.object(TextLookup, "guess", lambda *given, guess=own[0]: guess(*given)),
                         mock.patch.object(Assistant, "guess", lambda *given, guess=own[1]: guess(*given)),
                     ):
                         begun = time.perf_counter()
-                        results[guessed] = generator.generate(
-                            prompts, configs(guessed), seed=7, progress=False,
-                            assistant_model=assistant if guessed else None,
-                        )  # fmt: skip
+                        results[guessing] = generator.generate(prompts, configs, **given)
                         taken = time.perf_counter() - begun
-                    seconds[guessed] = min(taken, seconds.get(guessed, float("inf")))
-        without, with_it = seconds[None], seconds[GUESSED]
-        same = all(one.token_ids == other.token_ids for one, other in zip(results[None], results[GUESSED], strict=True))
-        report, before = results[GUESSED].report, results[None].report
-        guessed_and_saved = f"{report.drafted_tokens:,}, {report.accepted_tokens:,}, {report.draft_seconds:.2f} s"
-        print(
-            f"{name:32}{texts.right:>6.0%}{without:>8.2f} s{with_it:>7.2f} s{without / with_it:>7.2f}x   "
-            f"{f'{before.steps:,} -> {report.steps:,}':15}{guessed_and_saved}"
-            f"{'' if same else '   OTHER ANSWERS'}",
-            flush=True,
-        )
+                    seconds[guessing] = min(taken, seconds.get(guessing, float("inf")))
+        report, pairs = results[True].report, zip(results[False], results[True], strict=True)
+        same = all(one.token_ids == other.token_ids for one, other in pairs)
+        values = {"": name, "right": texts.right, "without, s": seconds[False], "with, s": seconds[True]}
+        values |= {"faster": seconds[False] / seconds[True], "steps": results[False].report.steps}
+        values |= {"with guesses": report.steps, "guessed": report.drafted_tokens, "were right": report.accepted_tokens}
+        table.add({**values, "saved (report), s": report.draft_seconds, "answers": "the same" if same else "OTHERS"})
 
 
 if __name__ == "__main__":

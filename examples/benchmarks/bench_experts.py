@@ -10,31 +10,146 @@ replays of a CUDA graph that goes over several layers by turns, so that weights 
     met     experts of a layer that get a token at least
     floor   of the products alone: reading the weights of those experts at a copy's rate, or multiplying at the rate of
             large dense products, what takes longer; for gate and up, and for down. Both rates are measured first.
-    ours    routing, sorting, products and the sum of each token, as fused layers run them; then its share of the floor
+    ours    routing, sorting, products and the sum of each token, as fused layers run them; "of ours": the floor's share
     theirs  the same by transformers' own router and grouped products; then how many times as long
-    route, up, down, sum   the kernels of ours alone; behind up and down their share of the floor
+    route, up, down, sum   the kernels of ours alone; behind up and down the floor's share
     dense   products of the same sizes with one matrix for all, from 1,024 tokens on; then how near up and down come
     differ  between the results of ours and theirs, as a share of these
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import common
 import torch
-from bench_support.expert_layers import NAMES, ExpertShape, Layer, experts_of, with_tokens
-from bench_support.gpu_timing import graph_ms, graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option, write_json
+from common import graph_ms, graph_ms_of_each, need_gpu
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_batchllm.bench.machine_rates import measure_rates
-from hf_batchllm.patches.fused_experts import Handed, router_forward
+from hf_batchllm.bench.floor import measure_rates
+from hf_batchllm.bench.workload import SHAPES
+from hf_batchllm.kernels.experts_torch import Gating
+from hf_batchllm.patches.fusable_experts import Experts, mixtures
+from hf_batchllm.patches.fused_experts import ExpertKernels, Handed, experts_forward, router_forward
 from hf_batchllm.patches.fusion import triton_fused_kernels
+from hf_batchllm.patches.routers import Router
 
 DTYPE = torch.bfloat16
 FROM_DENSE = 1024  # tokens
 KERNELS = triton_fused_kernels().experts
+NAMES = tuple(common.WITH_EXPERTS)
+LAYER_BYTES = 4e9  # of experts of all layers: far more than a cache holds, even where a step meets few of them
+VALUE_BYTES = 2  # bfloat16
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The sizes of a layer's experts."""
+
+    experts: int
+    top: int
+    hidden: int
+    inter: int
+
+    @classmethod
+    def of(cls, name: str) -> ExpertShape:
+        fields = SHAPES[name]
+        return cls(
+            experts=fields["num_experts"] if "num_experts" in fields else fields["num_local_experts"],
+            top=fields["num_experts_per_tok"],
+            hidden=fields["hidden_size"],
+            inter=fields.get("moe_intermediate_size", fields["intermediate_size"]),
+        )
+
+    @property
+    def up_weights(self) -> int:
+        """Of gate and up of one expert; down has half as many."""
+        return 2 * self.inter * self.hidden
+
+    @property
+    def layers(self) -> int:
+        """As many as a graph goes over, so that weights come from memory."""
+        return max(2, round(LAYER_BYTES / (VALUE_BYTES * self.experts * 1.5 * self.up_weights)))
+
+    def floors(self, tokens: int, met: float, copy: float, matmul: float) -> tuple[float, float]:
+        """Milliseconds of the products of gate and up, and of those of down: weights that are met, at a copy's rate, or
+        all pairs of a token and an expert, at the rate of dense products; what takes longer."""
+
+        def floor(weights: float) -> float:
+            moved, computed = VALUE_BYTES * met * weights, 2 * tokens * self.top * weights
+            return 1e3 * max(moved / copy, computed / matmul)
+
+        return floor(self.up_weights), floor(self.up_weights / 2)
+
+
+@dataclass
+class Layer:
+    """One layer's experts and their router, with the inputs of a step."""
+
+    found: Experts
+    router: nn.Module
+    known: Router
+    x: torch.Tensor  # [tokens, hidden]
+    indices: torch.Tensor  # [tokens, top]
+    shares: torch.Tensor  # [tokens, top]
+
+    @property
+    def met(self) -> int:
+        return len(self.indices.unique())
+
+    @property
+    def gating(self) -> Gating:
+        return self.found.gating(self.found.module)
+
+    def weight(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[experts, out, in], and its biases."""
+        experts = self.found.module
+        weight = getattr(experts, name)
+        return weight.transpose(1, 2) if experts.is_transposed else weight, getattr(experts, f"{name}_bias", None)
+
+    def theirs(self) -> torch.Tensor:
+        """transformers' own code."""
+        _, shares, indices = self.router(self.x)
+        made: torch.Tensor = self.found.module(self.x, indices, shares)
+        return made
+
+    def ours(self, kernels: ExpertKernels) -> torch.Tensor:
+        handed = Handed()
+        _, shares, indices = router_forward(self.router, self.known, kernels, handed)(self.x)
+        made: torch.Tensor = experts_forward(self.found, kernels, handed)(self.x, indices, shares)
+        return made
+
+
+def experts_of(name: str, count: int, device: str, dtype: torch.dtype, **less: Any) -> list[Experts]:
+    """The experts of ``count`` layers with random weights. ``less``: other values for fields of the shape."""
+    fields = SHAPES[name] | {"vocab_size": 256, "num_hidden_layers": count} | less
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=dtype).eval()
+    found = list(mixtures(model))
+    for each in found:
+        if each.why_not or not each.routers:
+            raise SystemExit(f"{name}: {each.why_not or 'its router has no kernel'}")
+    return found
+
+
+@torch.no_grad()
+def with_tokens(found: Iterable[Experts], tokens: int, alike: float = 0.0) -> list[Layer]:
+    """Random tokens for each layer. ``alike``: how far they all lie in one direction, which favours some experts."""
+    layers = []
+    for each in found:
+        _, router, known = each.routers[0]
+        weight = each.module.down_proj
+        hidden = router.weight.shape[1]
+        assert isinstance(hidden, int)
+        x = torch.randn(tokens, hidden, dtype=weight.dtype, device=weight.device)
+        x += alike * torch.randn(hidden, dtype=weight.dtype, device=weight.device)
+        _, shares, indices = router(x)
+        layers.append(Layer(each, router, known, x, indices, shares))
+    return layers
 
 
 def pieces_of(layer: Layer, shape: ExpertShape) -> dict[str, Callable[[], object]]:
@@ -72,10 +187,10 @@ def dense_ms(shape: ExpertShape, tokens: int, replays: int) -> float:
     return graph_ms(products, replays)
 
 
-def theirs_ms(layers: list[Layer], replays: int) -> float | None:
+def theirs_us(layers: list[Layer], replays: int) -> float | None:
     """None if their code cannot be captured."""
     try:
-        return graph_ms_of_each(layers, Layer.theirs, replays)
+        return 1e3 * graph_ms_of_each(layers, Layer.theirs, replays)
     except RuntimeError as error:
         print(f"transformers' own code is in no graph: {str(error).splitlines()[0]}")
         torch.cuda.synchronize()
@@ -88,70 +203,50 @@ def measure(shape: ExpertShape, layers: list[Layer], copy: float, matmul: float,
     met = sum(layer.met for layer in layers) / len(layers)
     of_up, of_down = shape.floors(tokens, met, copy, matmul)
     ours, theirs = layers[0].ours(KERNELS).double(), layers[0].theirs().double()
-    figures: dict[str, Any] = {
-        "tokens": tokens,
-        "met": met,
-        "floor_ms": of_up + of_down,
-        "up_floor_ms": of_up,
-        "down_floor_ms": of_down,
-        "differ": float((ours - theirs).norm() / theirs.norm()),
-        "dense_ms": dense_ms(shape, tokens, replays) if tokens >= FROM_DENSE else None,
-        "theirs_ms": theirs_ms(layers, replays),
-        "ms": graph_ms_of_each(layers, lambda layer: layer.ours(KERNELS), replays),
-    }
+    figures: dict[str, Any] = {"tokens": tokens, "met": met, "floor": 1e3 * (of_up + of_down)}
+    figures["differ"] = float((ours - theirs).norm() / theirs.norm())
+    figures["dense"] = 1e3 * dense_ms(shape, tokens, replays) if tokens >= FROM_DENSE else None
+    figures["theirs"] = theirs_us(layers, replays)
+    figures["ours"] = 1e3 * graph_ms_of_each(layers, lambda layer: layer.ours(KERNELS), replays)
     pieces = [pieces_of(layer, shape) for layer in layers]
     for name in pieces[0]:
-        figures[f"{name}_ms"] = graph_ms_of_each([each[name] for each in pieces], lambda piece: piece(), replays)
+        figures[name] = 1e3 * graph_ms_of_each([each[name] for each in pieces], lambda piece: piece(), replays)
+    figures |= {"of ours": figures["floor"] / figures["ours"], "of up": 1e3 * of_up / figures["up"]}
+    figures |= {"of down": 1e3 * of_down / figures["down"]}
+    if figures["theirs"]:
+        figures["times"] = figures["theirs"] / figures["ours"]
+    if figures["dense"]:
+        figures["near"] = figures["dense"] / (figures["up"] + figures["down"])
     return figures
 
 
-HEAD = (
-    f"{'shape':>14} {'tokens':>6} {'met':>5} {'floor':>7} {'ours':>7} {'':>5} {'theirs':>7} {'':>5} {'route':>6} "
-    f"{'up':>7} {'':>5} {'down':>7} {'':>5} {'sum':>6} {'dense':>7} {'':>5} {'differ':>7}"
-)
+COLUMNS = {"shape": "<14", "tokens": "6,", "met": "5.1f", "floor": "7.1f", "ours": "7.1f", "of ours": "7.0%"}
+COLUMNS |= {"theirs": "7.1f", "times": "5.1f", "route": "6.1f", "up": "7.1f", "of up": "5.0%", "down": "7.1f"}
+COLUMNS |= {"of down": "7.0%", "sum": "6.1f", "dense": "7.1f", "near": "5.0%", "differ": "7.1e"}
 
 
-def line_of(name: str, figures: dict[str, Any]) -> str:
-    def us(key: str, width: int = 7) -> str:
-        return f"{'-':>{width}}" if figures[key] is None else f"{1e3 * figures[key]:{width}.1f}"
-
-    def share(key: str, of: str) -> str:
-        return f"{figures[of] / figures[key]:5.0%}"
-
-    theirs = f"{'':>5}" if figures["theirs_ms"] is None else f"{figures['theirs_ms'] / figures['ms']:4.1f}x"
-    products = figures["up_ms"] + figures["down_ms"]
-    dense = f"{'':>5}" if figures["dense_ms"] is None else f"{figures['dense_ms'] / products:5.0%}"
-    return (
-        f"{name:>14} {figures['tokens']:6,} {figures['met']:5.1f} "
-        f"{us('floor_ms')} {us('ms')} {share('ms', 'floor_ms')} "
-        f"{us('theirs_ms')} {theirs} {us('route_ms', 6)} {us('up_ms')} {share('up_ms', 'up_floor_ms')} {us('down_ms')} "
-        f"{share('down_ms', 'down_floor_ms')} {us('sum_ms', 6)} {us('dense_ms')} {dense} {figures['differ']:7.1e}"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024, 8192])
     parser.add_argument("--alike", type=float, default=0.0, help="how far all tokens resemble each other (default: 0)")
-    parser.add_argument("--replays", type=int, default=15)
-    add_json_option(parser)
-    options = parser.parse_args()
+    common.add_numbers(parser, replays=(15, "of each graph"))
+    common.add_json(parser)
+    options = parser.parse_args(arguments)
     need_gpu()
     rates = measure_rates(torch.device("cuda"), DTYPE)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {rates}; microseconds for a layer\n{HEAD}")
-    results = []
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {rates}; microseconds for a layer")
+    table = common.Table(COLUMNS)
     for name in options.shapes:
         shape = ExpertShape.of(name)
         found = experts_of(name, shape.layers, "cuda", DTYPE)
         for tokens in options.tokens:
             layers = with_tokens(found, tokens, options.alike)
             figures = measure(shape, layers, rates.copy, rates.operations, options.replays)
-            results.append({"shape": name, "alike": options.alike} | figures)
-            print(line_of(name, figures), flush=True)
+            table.add({"shape": name, **figures}, alike=options.alike)
         del found, layers
         torch.cuda.empty_cache()
-    write_json(options.json, {"rates": vars(rates), "layers": results})
+    table.write(options.json, rates=vars(rates))
 
 
 if __name__ == "__main__":

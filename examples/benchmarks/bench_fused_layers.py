@@ -13,51 +13,34 @@ mean square: fused layers round where the model's own do, but a merged product m
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from typing import Any
 
+import common
 import numpy as np
 import torch
-from bench_support.gpu_timing import need_gpu
-from bench_support.options import add_json_option, write_json
+from bench_prompt_step import DEVICE, PAGE, Requests, kernels_here
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.bench.shapes import SHAPES
+from hf_batchllm.bench.workload import SHAPES
 from hf_batchllm.model.architecture import inspect_model
 from hf_batchllm.model.batch import ModelBatch
 from hf_batchllm.model.batch_builder import BatchBuilder
-from hf_batchllm.model.choose_backend import fused_kernels, make_backend
+from hf_batchllm.model.choose_backend import make_backend
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import ATTENTION_NAME, attention_context
 from hf_batchllm.patches.attention_swap import AttentionSwap
-from hf_batchllm.patches.fused_forwards import FusedKernels
 from hf_batchllm.patches.fusion import FusedLayers, Fusion
-from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
 
-PAGE = 64
-DEVICE = torch.device("cuda")
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 SHAPE = {name: SHAPES["llama-8b"][name] for name in WIDTHS} | {"max_position_embeddings": 8192}  # of every family
-
-
-@dataclass
-class Figures:
-    step: str
-    layers: str
-    eager_ms: float
-    graph_ms: float
-    kernels: int
-    busy_ms: float
-    largest_error: float
-    mean_error: float
 
 
 class Bench:
@@ -67,11 +50,11 @@ class Bench:
         self.model = model
         self.device = next(model.parameters()).device
         self.architecture = inspect_model(model)
-        rng = np.random.default_rng(5)
-        self.pages = 0
-        self.rows = [self._request(rng, context, answered=1) for _ in range(rows)]
-        self.prompts = [self._request(rng, length) for _ in range(prompts)]
-        self.backend = make_backend(BatchConfig(page_size=PAGE), self.device, KVStorage(self.pages, PAGE), Notices())
+        requests = Requests(self.architecture.vocab_size)
+        self.rows = [requests.add(context, answered=1) for _ in range(rows)]
+        self.prompts = [requests.add(length) for _ in range(prompts)]
+        storage = KVStorage(requests.pages, PAGE)
+        self.backend = make_backend(BatchConfig(page_size=PAGE), self.device, storage, Notices())
         self.builder = BatchBuilder(PAGE, short_chunk=self.backend.short_chunk)
         for begin in range(0, rows, 64):
             some = self.rows[begin : begin + 64]
@@ -83,27 +66,18 @@ class Bench:
             ),
         }
 
-    def _request(self, rng: np.random.Generator, length: int, answered: int = 0) -> Request:
-        vocabulary = self.architecture.vocab_size
-        request = Request(0, rng.integers(0, vocabulary, length).astype(np.int32), 1 + answered)
-        request.generated = rng.integers(0, vocabulary, answered).tolist()
-        taken = -(-(length + answered) // PAGE)
-        request.pages = list(range(self.pages, self.pages + taken))
-        self.pages += taken
-        return request
-
     def logits(self, batch: ModelBatch, fused: FusedLayers | None) -> torch.Tensor:  # [samples, vocabulary] float32
         return ModelRunner(self.model, self.architecture, self.backend, fused).step(batch)
 
-    def figures(self, step: str, fused: FusedLayers | None, exact: torch.Tensor, count: int) -> Figures:
+    def figures(self, step: str, fused: FusedLayers | None, exact: torch.Tensor, count: int) -> dict[str, Any]:
         batch = self.steps[step]
         error = (self.logits(batch, fused) - exact).double()
         runner = ModelRunner(self.model, self.architecture, self.backend, fused)
-        eager = self._median_ms(lambda: runner.step(batch), count)
+        eager = _median_ms(lambda: runner.step(batch), count)
         graph, kernels, busy = self._graph_figures(batch, fused, count)
-        layers = "own" if fused is None else "fused"
-        worst, mean = float(error.abs().max()), float(error.square().mean().sqrt())
-        return Figures(step, layers, eager, graph, kernels, busy, worst, mean)
+        errors = {"largest error": float(error.abs().max()), "mean error": float(error.square().mean().sqrt())}
+        times = {"eager ms": eager, "graph ms": graph, "kernels": kernels, "busy ms": busy}
+        return {"step": step, "layers": "own" if fused is None else "fused", **times, **errors}
 
     def _graph_figures(self, batch: ModelBatch, fused: FusedLayers | None, count: int) -> tuple[float, int, float]:
         """Milliseconds of a replay, number of kernels, milliseconds that they are busy."""
@@ -131,23 +105,15 @@ class Bench:
                     replayed = forward()
                 graph.replay()
                 assert torch.equal(replayed, plain), "a replay gives something else"
-            milliseconds = self._median_ms(graph.replay, count)
+            milliseconds = _median_ms(graph.replay, count)
         events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         return milliseconds, len(events), sum(event.time_range.elapsed_us() for event in events) / 1e3
 
-    def _median_ms(self, function: Any, count: int) -> float:
-        times = []
-        for _ in range(3):
-            function()
-        for _ in range(count):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        return float(np.median(times))
+
+def _median_ms(function: Callable[[], object], count: int) -> float:
+    for _ in range(3):
+        function()
+    return common.event_ms(function, count, wait=True)
 
 
 def random_model(family: str, layers: int, seed: int) -> Any:
@@ -167,12 +133,6 @@ def exact_logits(model: Any, sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {step: bench.logits(batch, None) for step, batch in bench.steps.items()}
 
 
-def make_kernels() -> FusedKernels:
-    kernels = fused_kernels(BatchConfig(page_size=PAGE), DEVICE)
-    assert kernels is not None
-    return kernels
-
-
 def compare_errors(family: str, layers: int, trials: int, sizes: tuple[int, ...]) -> None:
     """The errors of many models, root mean square: one model alone says more about luck in rounding."""
     errors: dict[str, list[tuple[float, float]]] = {}
@@ -181,61 +141,51 @@ def compare_errors(family: str, layers: int, trials: int, sizes: tuple[int, ...]
         exact = exact_logits(model, sizes)
         bench, fusion = Bench(model, *sizes), Fusion(model)
         own = {step: bench.logits(batch, None) for step, batch in bench.steps.items()}
-        fused = fusion.merge(make_kernels())
+        fused = fusion.merge(kernels_here())
         for step, batch in bench.steps.items():
             both = (own[step], bench.logits(batch, fused))
             of_own, of_fused = (float((logits - exact[step]).double().square().mean().sqrt()) for logits in both)
             errors.setdefault(step, []).append((of_own, of_fused))
         fusion.unmerge()
     print(f"{family}, {layers} layers, {trials} models: root mean square of the errors of logits beside float32")
-    print(f"{'step':22s} {'own':>9s} {'fused':>9s}   fused / own: mean, least, most")
+    columns = {"step": "<22", "own": "9.5f", "fused": "9.5f", "fused / own": "11.4f", "least": "7.4f", "most": "7.4f"}
+    table = common.Table(columns)
     for step, pairs in errors.items():
         own_mean, fused_mean = np.mean(pairs, axis=0)
         ratios = [of_fused / of_own for of_own, of_fused in pairs]
-        spread = f"{np.mean(ratios):.4f} {min(ratios):.4f} {max(ratios):.4f}"
-        print(f"{step:22s} {own_mean:9.5f} {fused_mean:9.5f}   {spread}", flush=True)
+        spread = {"fused / own": np.mean(ratios), "least": min(ratios), "most": max(ratios)}
+        table.add({"step": step, "own": own_mean, "fused": fused_mean, **spread})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--family", default="llama", help="a model_type: llama, qwen3, gemma3_text, ...")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--count", type=int, default=10, help="times that each is measured (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=0, metavar="N", help="only the errors of N models")
-    add_json_option(parser)
-    chosen = parser.parse_args()
-    if chosen.trials < 0:
-        parser.error(f"--trials takes a number of models, not {chosen.trials}")
-    if chosen.trials and chosen.json:
-        parser.error("--trials prints its table and writes no --json")
-    need_gpu()
-    if chosen.trials:
-        compare_errors(
-            chosen.family, chosen.layers, chosen.trials, sizes=(256, 128, 64, 128)
-        )  # many prompts: many logits
+    common.add_numbers(parser, layers=(8, "layers"), count=(10, "times that each is measured"))
+    common.add_numbers(parser, trials=(0, "print only the errors of so many models"))
+    common.add_json(parser)
+    chosen = parser.parse_args(arguments)
+    common.need_gpu()
+    if chosen.trials:  # many prompts: many logits
+        compare_errors(chosen.family, chosen.layers, chosen.trials, sizes=(256, 128, 64, 128))
         return
     sizes = (256, 128, 4, 2048)
     model = random_model(chosen.family, chosen.layers, seed=0)
     exact = exact_logits(model, sizes)
     bench = Bench(model, *sizes)
-    figures = [bench.figures(step, None, exact[step], chosen.count) for step in bench.steps]
-    kernels = make_kernels()
+    columns = {"step": "<22", "layers": "<6", "eager ms": "9.2f", "graph ms": "9.2f", "kernels": "8", "busy ms": "8.2f"}
+    table = common.Table({**columns, "largest error": "13.4f", "mean error": "10.5f"})
+    for step in bench.steps:
+        table.add(bench.figures(step, None, exact[step], chosen.count))
+    kernels = kernels_here()
     began, fusion = time.perf_counter(), Fusion(model)
     before = torch.cuda.memory_reserved()
     fused = fusion.merge(kernels)
-    grown = (torch.cuda.memory_reserved() - before) / 1e9
-    spent = time.perf_counter() - began
+    grown, spent = (torch.cuda.memory_reserved() - before) / 1e9, time.perf_counter() - began
     print(f"{chosen.family}: {fusion.summary} fused, merged in {spent:.2f} s, {grown:+.2f} GB of memory reserved")
-    figures += [bench.figures(step, fused, exact[step], chosen.count) for step in bench.steps]
+    for step in bench.steps:
+        table.add(bench.figures(step, fused, exact[step], chosen.count))
     fusion.unmerge()
-
-    print(f"{'step':22s} {'layers':6s} {'eager ms':>9s} {'graph ms':>9s} {'kernels':>8s} {'busy ms':>8s}   errors")
-    for line in sorted(figures, key=lambda line: line.step):
-        print(
-            f"{line.step:22s} {line.layers:6s} {line.eager_ms:9.2f} {line.graph_ms:9.2f} {line.kernels:8d} "
-            f"{line.busy_ms:8.2f}   {line.largest_error:.4f} {line.mean_error:.5f}"
-        )
-    write_json(chosen.json, [asdict(line) for line in figures])
+    table.write(chosen.json)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,16 @@ shape's products are its layers' merged projections and the LM head. Runs are sh
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import common
 import torch
-from bench_support.gpu_timing import graph_ms, need_gpu
-from bench_support.options import add_json_option, write_json
 
-from hf_batchllm.bench.shapes import SHAPES, has_experts, is_hybrid, layer_products
+from hf_batchllm.bench.workload import SHAPES
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 
-DENSE = [
-    name for name in SHAPES if not (has_experts(name) or is_hybrid(name))
-]  # experts have rows of their own: bench_experts.py
-MODELS = [name for name in DENSE if name not in ("gemma3-1b", "tiny")]
+MODELS = [name for name in common.DENSE if name not in ("gemma3-1b", "tiny")]
 LEAST_BYTES = 100e6  # of weights: more than the L2 cache keeps from one replay to the next
 ROWS = [*range(16, 1025, 16), *range(1056, 2049, 32)]
 RANGES = [(65, 256), (257, 512), (513, 1024), (1025, 2048)]
@@ -60,12 +55,12 @@ def measure(weights: list[torch.Tensor], rows: int, replays: int) -> float:
 
     products()  # cuBLAS picks its kernels
     torch.cuda.synchronize()
-    return graph_ms(products, replays)
+    return common.graph_ms(products, replays)
 
 
 def times_of(name: str) -> dict[int, float]:
     """Rows -> milliseconds of all products of a step."""
-    products, layers = layer_products(name), SHAPES[name]["num_hidden_layers"]
+    products, layers = common.layer_products(name), SHAPES[name]["num_hidden_layers"]
     copies = math.ceil(LEAST_BYTES / (2 * sum(inside * outside for inside, outside in products)))
 
     def weights(of: list[tuple[int, int]], count: int) -> list[torch.Tensor]:
@@ -89,31 +84,32 @@ def excess(times: dict[int, float], rule: Callable[[int], int], first: int, last
     return sum(shares) / len(shares) - 1, max(shares) - 1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", metavar="NAMES", default=",".join(MODELS), help="default: %(default)s")
-    add_json_option(parser)
-    chosen = parser.parse_args()
-    names = chosen.shapes.split(",")
-    if unknown := [name for name in names if name not in DENSE]:
-        parser.error(f"--shapes: {', '.join(unknown)} is none of {', '.join(DENSE)}")
-    need_gpu()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    parser.add_argument("--shapes", type=lambda text: text.split(","), metavar="NAMES", default=MODELS)
+    common.add_json(parser)
+    chosen = parser.parse_args(arguments)
+    if unknown := [name for name in chosen.shapes if name not in common.DENSE]:
+        parser.error(f"--shapes: {', '.join(unknown)} is none of {', '.join(common.DENSE)}")
+    common.need_gpu()
     times = {}
-    print(f"{torch.cuda.get_device_name()}; ms of a step's products")
-    for name in names:
+    print(f"{torch.cuda.get_device_name()}; ms of a step's products, by rows")
+    some = (64, 256, 384, 432, 448, 512, 864, 896, 1024)
+    table = common.Table({"": "<12", **dict.fromkeys(map(str, some), "7.2f")})
+    for name in chosen.shapes:
         times[name] = times_of(name)
         torch.cuda.empty_cache()
-        some = "  ".join(f"{rows}: {times[name][rows]:.2f}" for rows in (64, 256, 384, 432, 448, 512, 864, 896, 1024))
-        print(f"{name:<12}{some}", flush=True)
+        table.add({"": name, **{str(rows): times[name][rows] for rows in some}})
     for label, rule in RULES.items():
         print(f"\nlonger than the fastest, graphs {label}: mean (worst)")
-        print(f"{'':12}" + "".join(f"{f'{first}-{last}':>16}" for first, last in RANGES))
-        lines = {name: [excess(times[name], rule, *ends) for ends in RANGES] for name in names}
+        table = common.Table({"": "<12", **dict.fromkeys((f"{first}-{last}" for first, last in RANGES), ">16")})
+        lines = {name: [excess(times[name], rule, *ends) for ends in RANGES] for name in chosen.shapes}
         of_ranges = list(zip(*lines.values(), strict=True))
         lines["all"] = [(sum(mean for mean, _ in of) / len(of), max(most for _, most in of)) for of in of_ranges]
         for name, each in lines.items():
-            print(f"{name:<12}" + "".join(f"{f'{mean:.1%} ({most:.0%})':>16}" for mean, most in each))
-    write_json(chosen.json, times)
+            cells = (f"{mean:.1%} ({most:.0%})" for mean, most in each)
+            table.add({"": name, **dict(zip(list(table.columns)[1:], cells, strict=True))})
+    common.write_json(chosen.json, times)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,16 @@ import gc
 import pstats
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import common
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.bench.workload import shape
 from hf_batchllm.engine import wiring
 from hf_batchllm.engine.call import Call
 from hf_batchllm.engine.extra_outputs import ExtraOutputs
@@ -105,7 +106,13 @@ class Phases:
 
 
 def _forward(
-    runner: ModelRunner, ids: torch.Tensor, positions: torch.Tensor, context: Any, rows: torch.Tensor | None = None
+    runner: ModelRunner,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    context: Any,
+    rows: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> torch.Tensor:
     """In place of the model: work lists are made, as its first layer has them made, and logits are nothing."""
     context.calls = runner.architecture.layers
@@ -167,32 +174,14 @@ def _timed(phases: Phases, function: Callable[..., Any], phase: str) -> Callable
     return lambda *args: timed(*args)  # type: ignore[no-any-return]
 
 
-def model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=_HEADS,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_KV_HEADS,
-        head_dim=16,
-        max_position_embeddings=1 << 15,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+def model() -> Any:
+    sizes = shape("llama", _VOCABULARY, _HEADS, 16, 1, _HEADS, _KV_HEADS, 1 << 15, head_dim=16)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes, eos_token_id=2, pad_token_id=0)).eval()
 
 
 def tokenizer() -> Any:
     """Words as tokens, by the code that fast tokenizers have."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(3, _VOCABULARY)} | {"<pad>": 0, "<unk>": 1, "</s>": 2}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>")
+    return common.tokenizer_of_words(["<pad>", "<unk>", "</s>", *(f"w{number}" for number in range(3, _VOCABULARY))])
 
 
 def prompts_of(options: argparse.Namespace) -> list[Any]:
@@ -203,19 +192,16 @@ def prompts_of(options: argparse.Namespace) -> list[Any]:
     return [" ".join(f"w{token}" for token in ids) for ids in prompts] if options.texts else prompts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=20_000)
-    parser.add_argument("--prefix", type=int, default=500, help="tokens that all prompts begin with")
-    parser.add_argument("--own", type=int, default=30, help="tokens of each prompt's own")
-    parser.add_argument("--new", type=int, default=8, help="new tokens of each prompt")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    common.add_numbers(parser, prompts=(20_000, "prompts"), prefix=(500, "tokens that all begin with"))
+    common.add_numbers(parser, own=(30, "further tokens of each"), new=(8, "new tokens of each"), repeats=(3, "runs"))
+    common.add_numbers(parser, step_tokens=(0, "the most tokens of a step; 0: 16,384, or 512 with --cpu"))
+    common.add_numbers(parser, profile=(0, "print so many functions of a profile, and no table"))
     parser.add_argument("--texts", action="store_true", help="prompts are texts, and results have texts")
     parser.add_argument("--cpu", action="store_true", help="steps and attention as on a CPU, instead of a GPU")
-    parser.add_argument("--step-tokens", type=int, help="the most tokens of a step; 16,384, or 512 with --cpu")
     parser.add_argument("--kv-memory", default="4GB", help="of the cache")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", type=int, default=0, help="print so many functions of a profile, and no table")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     phases = None if options.profile else Phases()
     take_the_device_out(phases, options.cpu)
@@ -246,9 +232,10 @@ def main() -> None:
         del result
     seconds, by_phase, steps = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
     print(f"{len(prompts):,} prompts of {options.prefix} + {options.own} tokens, {options.new} new, in {steps:,} steps")
-    print(f"{'phase':>12} {'ms':>9} {'us a prompt':>12} {'us a step':>10}")
+    table = common.Table({"phase": "12", "ms": "9.1f", "us a prompt": "11.2f", "us a step": "9.1f"})
     for name, taken in [*by_phase.items(), ("in all", seconds)]:
-        print(f"{name:>12} {taken * 1e3:9.1f} {taken / len(prompts) * 1e6:12.2f} {taken / steps * 1e6:10.1f}")
+        each = {"us a prompt": taken / len(prompts) * 1e6, "us a step": taken / steps * 1e6}
+        table.add({"phase": name, "ms": taken * 1e3, **each})
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ these two), and answers (the rest).
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import common
 import numpy as np
 import torch
-from bench_grammar_masks import made_up
 from PIL import Image
 from transformers import (
     AutoConfig,
@@ -32,6 +30,8 @@ from transformers import (
 )
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.bench.contenders import machine_name
+from hf_batchllm.bench.workload import shape
 from hf_batchllm.patches.tower_attention import TowerAttention
 
 _SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
@@ -39,29 +39,13 @@ _TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
 )
-_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the text model, and of the vision tower
     "qwen2.5-vl-7b": (
-        {
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        },
+        shape("", 152064, 3584, 18944, 28, 28, 4, 128000) | {"mrope_section": [16, 24, 24]},
         {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16},
     ),
     "tiny": (
-        {
-            "vocab_size": 2048,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-        },
+        shape("", 2048, 64, 64, 2, 4, 2, 32768) | {"mrope_section": [2, 3, 3]},
         {"depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "num_heads": 2},
     ),
 }
@@ -69,7 +53,11 @@ _SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def model_and_processor(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
     text, vision = _SHAPES[name]
-    tokenizer = made_up(text["vocab_size"] - len(_SPECIAL))
+    sections = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": text["mrope_section"]}
+    text = {key: text[key] for key in text if key not in ("model_type", "mrope_section")} | {
+        "rope_parameters": sections
+    }
+    tokenizer = common.made_up_tokenizer(text["vocab_size"] - len(_SPECIAL))
     tokenizer.add_special_tokens({"additional_special_tokens": _SPECIAL})
     ids = dict(zip(_SPECIAL, tokenizer.convert_tokens_to_ids(_SPECIAL), strict=True))
     tokenizer.pad_token = tokenizer.eos_token
@@ -140,69 +128,49 @@ def tower(model: Any, processor: Any, chats: list[Any], questions: int) -> Calla
     return run
 
 
-def timed(run: Callable[[], object], runs: int, device: torch.device) -> float:
-    taken = []
-    for number in range(runs + 1):
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if number:  # the first compiles kernels
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--config", choices=_SHAPES, default="qwen2.5-vl-7b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--questions", type=int, default=8, help="about each image")
-    parser.add_argument("--size", type=int, default=896, help="pixels of a side")
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=3)
+    common.add_numbers(parser, images=(64, "pictures"), questions=(8, "about each"), size=(896, "of a picture's side"))
+    common.add_numbers(parser, new=(64, "new tokens"), runs=(3, "of which the median counts"))
+    common.add_numbers(parser, rival_prompts=(128, "of the list, that generate is given"))
     parser.add_argument("--batches", type=int, nargs="*", default=[16, 32, 64], help="of generate; none leaves it out")
-    parser.add_argument("--rival-prompts", type=int, default=128, help="of the list, that generate is given")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     device = torch.device(asked.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, processor = model_and_processor(asked.config, device, dtype)
     chats = chats_of(asked.images, asked.questions, asked.size)
-    on = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{asked.config} on {on}: {asked.images} images of {asked.size} x {asked.size}, {asked.questions} questions")
-    print(f"about each, {asked.new} new tokens\n", flush=True)
+    print(f"{asked.config} on {machine_name(device)}: {asked.images} images of {asked.size} x {asked.size},", end=" ")
+    print(f"{asked.questions} questions about each, {asked.new} new tokens\n", flush=True)
+    columns = {"": "<24", "seconds": "10.2f", "prompts/s": "10.1f", "images/s": "10.2f", "made ready": "10.2f"}
+    table = common.Table({**columns, "vision tower": "12.2f", "prompts": "8.2f", "answers": "8.2f"})
+
+    def add(name: str, count: int, seconds: float, **parts: float) -> None:
+        speeds = {"prompts/s": count / seconds, "images/s": count / asked.questions / seconds}
+        table.add({"": name, "seconds": seconds, **speeds}, **{part.replace("_", " "): parts[part] for part in parts})
+
     with BatchGenerator(model, processor) as generator:
-
-        def ours(new: int) -> Callable[[], object]:
-            return lambda: generator.generate(chats, max_new_tokens=new, progress=False)
-
-        whole = timed(ours(asked.new), asked.runs, device)
+        whole, first = (
+            common.median_seconds(asked.runs, partial(generator.generate, chats, max_new_tokens=new, progress=False))
+            for new in (asked.new, 1)
+        )
+        ready = common.median_seconds(asked.runs, lambda: generator.plan(chats))
         report = generator.last_report
-        first = timed(ours(1), asked.runs, device)
-        ready = timed(lambda: generator.plan(chats), asked.runs, device)
-    alone = timed(tower(model, processor, chats, asked.questions), asked.runs, device)
-    prompts, answers = first - ready - alone, whole - first
-    print(f"{'':24}{'seconds':>10}{'prompts/s':>12}{'images/s':>10}")
-    row("hf_batchllm", len(chats), whole, asked.questions)
-    print(f"of them: images made ready {ready:.2f}, vision tower {alone:.2f}, ", end="")
-    print(f"prompts {prompts:.2f}, answers {answers:.2f}\n", flush=True)
+    alone = common.median_seconds(asked.runs, tower(model, processor, chats, asked.questions))
+    parts = {"made_ready": ready, "vision_tower": alone, "prompts": first - ready - alone, "answers": whole - first}
+    add("hf_batchllm", len(chats), whole, **parts)
     some = chats[: asked.rival_prompts]
     for batch in asked.batches:
         try:
             by_generate(model, processor, some[:batch], batch, 2)  # the first compiles kernels
             began = time.perf_counter()
             made_ready = by_generate(model, processor, some, batch, asked.new)
-            row(f"generate, batch {batch}", len(some), time.perf_counter() - began, asked.questions)
+            add(f"generate, batch {batch}", len(some), time.perf_counter() - began, made_ready=made_ready)
         except torch.OutOfMemoryError:
             print(f"generate, batch {batch}: out of memory", flush=True)
             break
-        print(f"of them: images made ready {made_ready:.2f}", flush=True)
-    print()
-    print(report)
-
-
-def row(name: str, prompts: int, seconds: float, questions: int) -> None:
-    print(f"{name:24}{seconds:10.2f}{prompts / seconds:12.1f}{prompts / questions / seconds:10.2f}", flush=True)
+    print(f"\n{report}")
 
 
 if __name__ == "__main__":

@@ -9,18 +9,15 @@ turns. The median is shown.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from typing import Any
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
-import torch
+import common
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.bench.models import load_model
-from hf_batchllm.bench.workload import Workload
+from hf_batchllm.bench.workload import Workload, words_of
 
 TURNS = 3  # of either
 Lists = dict[str, tuple[list[list[int]], int]]  # prompts, and how many new tokens each gets
@@ -62,29 +59,21 @@ def seconds_for(model: Any, prompts: list[list[int]], new_tokens: int, times: in
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or a name")
-    parser.add_argument("--config", help="a shape with random weights; by default a tiny Llama")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
-    parser.add_argument("--times", type=int, default=1, help="calls in each turn, after a first one (default: 1)")
+    parser = common.parser_of(__doc__)
+    common.add_model(parser)
+    parser.set_defaults(threads=1)
+    common.add_numbers(parser, times=(1, "calls in each turn, after a first one"))
     parser.add_argument("--short", action="store_true", help="lists for a CPU, also on a GPU")
     asked = parser.parse_args(arguments)
-    torch.set_num_threads(asked.threads)
-    on_a_cpu = asked.device == "cpu"
-    config = None if asked.model else asked.config or "tiny"
-    dtype = torch.float32 if on_a_cpu else torch.bfloat16
-    model = load_model(asked.model, config, torch.device(asked.device), dtype)
-    short = on_a_cpu or asked.short
-    lists = lists_for_a_cpu() if short else lists_for_a_gpu(model.config.get_text_config().vocab_size)
-    print(f"{asked.model or config}, {str(dtype).removeprefix('torch.')}, {asked.device}\n")
-    print(f"{'':80}{'without':>9}{'with':>9}{'more':>7}")
+    model = common.model_of(asked)
+    lists = lists_for_a_cpu() if asked.short or asked.device == "cpu" else lists_for_a_gpu(words_of(model))
+    table = common.Table({"seconds": "<76", "without": "9.2f", "with": "9.2f", "more": "6.0%"})
     for name, (prompts, new_tokens) in lists.items():
         found: dict[bool, list[float]] = {False: [], True: []}
         for flag in [False, True] * TURNS:
             found[flag] += seconds_for(model, prompts, new_tokens, asked.times, flag)
         without, with_it = (statistics.median(found[flag]) for flag in (False, True))
-        print(f"{name:80}{without:7.2f} s{with_it:7.2f} s{with_it / without - 1:7.0%}", flush=True)
+        table.add({"seconds": name, "without": without, "with": with_it, "more": with_it / without - 1})
 
 
 if __name__ == "__main__":

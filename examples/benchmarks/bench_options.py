@@ -10,21 +10,17 @@ times: the median counts. "by" says who picked the tokens.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import common
 import torch
-from bench_grammar_masks import made_up, schema
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.bench.models import load_model
-from hf_batchllm.bench.workload import Workload
+from hf_batchllm.bench.workload import Workload, words_of
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 0}
@@ -86,8 +82,8 @@ def options_of(vocabulary: int, requests: int, device: torch.device, ends: dict[
         "own processor": {"logits_processor": [NoBreaks(few, device)]},
         "own, all rows": {"logits_processor": [NoBreaksAnywhere(few, device)]},
         "allowed tokens": {"prefix_allowed_tokens_fn": lambda batch, ids: few},
-        "one JSON schema": {"schema": schema(None, bounded=False)} | ends,
-        "a schema each": {"schema": [schema(number, bounded=False) for number in range(requests)]} | ends,
+        "one JSON schema": {"schema": common.schema(None)} | ends,
+        "a schema each": {"schema": [common.schema(number) for number in range(requests)]} | ends,
         "4 beams": {"num_beams": 4},
     }
 
@@ -113,68 +109,45 @@ class Picks:
         HostSampler.without_waiting = self._pick  # type: ignore[method-assign]
 
 
-def seconds_of(run: Callable[[], Any], runs: int) -> float:
-    run()
-    found = []
-    for _ in range(runs):
-        began = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--requests", type=int, default=256, metavar="N")
-    parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=128, metavar="N", help="new tokens of each")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="options whose name begins like this")
-    asked = parser.parse_args()
-    device = torch.device(asked.device)
-    model = load_model(None, asked.config, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    vocabulary = model.config.get_text_config().vocab_size
-    workload = Workload(asked.requests, shared=0, own=asked.prompt, new=asked.new, degree=1)
-    prompts = workload.prompts(vocabulary)
-    tokenizer = made_up(vocabulary)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    common.add_model(parser, folder=False)
+    common.add_numbers(
+        parser, requests=(256, "prompts"), prompt=(128, "tokens of each"), new=(128, "new tokens of each")
+    )
+    common.add_numbers(parser, runs=(3, "of which the median counts"))
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[""], help="options whose name begins like this")
+    asked = parser.parse_args(arguments)
+    model = common.model_of(asked)
+    workload = Workload(asked.requests, 0, asked.prompt, asked.new, 1)
+    prompts, length = workload.prompts(words_of(model)), {"max_new_tokens": asked.new}
+    tokenizer = common.made_up_tokenizer(words_of(model))
     ends = {"eos_token_id": int(tokenizer.eos_token_id), "pad_token_id": 0}
-    every = options_of(vocabulary, asked.requests, device, ends)
-    chosen = [name for name in every if asked.only is None or any(name.startswith(each) for each in asked.only)]
-    print(f"{asked.config} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}, {workload}\n")
-    print(f"{'':<22}{'seconds':>9}{'tokens/s':>10}{'of greedy':>11}   by", flush=True)
-    greedy = None
+    every = options_of(words_of(model), asked.requests, model.device, ends)
+    print(f"{workload}\n")
+    table = common.Table({"": "<22", "seconds": "8.3f", "tokens/s": "9,.0f", "of greedy": "9.0%", "by": "<10"})
     with BatchGenerator(model, tokenizer) as generator, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in chosen:
+        for name in (name for name in every if name.startswith(tuple(asked.only))):
             given = dict(every[name])
             configs = given.pop("configs", None)
-            length, made = {"max_new_tokens": asked.new}, [0]
-            shape: dict[str, Any] = {"progress": False}
-            if "output_scores" in given:  # a list cannot hold them
-                shape = {"input_ids": torch.tensor(prompts, device=device)}
-            first = (
-                None if configs is None else [GenerationConfig(**length, pad_token_id=0, **each) for each in configs]
-            )
-
-            def run(
-                first: Any = first, given: Any = given, length: Any = length, made: Any = made, shape: Any = shape
-            ) -> None:
-                some = None if "input_ids" in shape else prompts
-                generator.generate(some, first, **shape, **given, **({} if first else length))
-                made[0] = generator.last_report.new_tokens
-
+            if configs:
+                first = {"generation_config": [GenerationConfig(**length, pad_token_id=0, **each) for each in configs]}
+            else:
+                first = length
+            # A list cannot hold scores.
+            where = {"input_ids": torch.tensor(prompts, device=model.device)} if "output_scores" in given else {}
+            run = partial(generator.generate, None if where else prompts, **first, **where, **given, progress=False)
             try:
                 with Picks() as picks:
-                    seconds = seconds_of(run, asked.runs)
+                    seconds = common.median_seconds(asked.runs, run)
             except Exception as error:
-                print(f"{name:<22}   {type(error).__name__}: {str(error)[:90]}", flush=True)
+                print(f"{name:<22} {type(error).__name__}: {str(error)[:90]}", flush=True)
                 continue
-            rate = made[0] / seconds
-            greedy = rate if greedy is None else greedy
+            rate = generator.last_report.new_tokens / seconds
             who = "the host" if picks.steps or "beams" in name else "the device"
-            print(f"{name:<22}{seconds:>9.3f}{rate:>10,.0f}{rate / greedy:>11.0%}   {who}", flush=True)
+            share = rate / table.rows[0]["tokens/s"] if table.rows else 1.0
+            table.add({"": name, "seconds": seconds, "tokens/s": rate, "of greedy": share, "by": who})
 
 
 if __name__ == "__main__":

@@ -8,27 +8,24 @@
 A batch is one prefill step of one layer: chunks x rows (4x2048). Each chunk may have members x rows that read it as
 their prefix in the same step (4x2000+16x200), or tokens computed in earlier steps (1x2048@6144). Only the operations of
 the (row, key) pairs that causality needs count. "floor" is the floor's share of the time: see
-bench_support/attention_batches.py; bench_support/attention_rivals.py explains what the rivals get. Times are medians of
+attention.py; attention_rivals.py explains what the rivals get. Times are medians of
 replays of a CUDA graph that goes over several caches in turn; pages lie scattered over the caches. Every configuration
 is checked before it is timed.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import attention_rivals as rivals
+import common
 import numpy as np
 import torch
-from bench_support import attention_rivals as rivals
-from bench_support.attention_batches import PAGE, floor_ms, operations, unique_bytes
-from bench_support.attention_batches import PrefillBatch as Batch
-from bench_support.attention_problem import Problem
-from bench_support.gpu_timing import graph_ms, need_gpu
-from bench_support.options import add_attention_options, add_json_option, write_json
+from attention import PAGE, Problem, add_attention, begin, floor_ms, operations, unique_bytes
+from attention import PrefillBatch as Batch
 
-from hf_batchllm.bench.machine_rates import measure_rates
 from hf_batchllm.kernels import prefill_triton as pt
 from hf_batchllm.kernels import work_lists as wl
 
@@ -61,15 +58,15 @@ class Inputs:
     def _reference(chunks: wl.Chunks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, device="cuda")
         group = q.shape[1] // k.shape[2]
-        for i, (begin, end) in enumerate(zip(chunks.row_begin, chunks.row_end, strict=True)):
+        for i, (first, end) in enumerate(zip(chunks.row_begin, chunks.row_end, strict=True)):
             mine = slice(chunks.page_begin[i], chunks.page_begin[i + 1])
             valid = torch.from_numpy(np.arange(PAGE)[None] < chunks.tokens[mine, None]).cuda()
             page = torch.from_numpy(chunks.page[mine]).cuda()
             keys, values = k[page][valid].float(), v[page][valid].float()  # [keys, kv_heads, dim]
             at = torch.arange(len(keys), device="cuda")
-            for low in range(begin, end, 1024):
+            for low in range(first, end, 1024):
                 high = min(end, low + 1024)
-                position = chunks.position[i] + torch.arange(low - begin, high - begin, device="cuda")
+                position = chunks.position[i] + torch.arange(low - first, high - first, device="cuda")
                 query = q[low:high].float().unflatten(1, (-1, group))
                 scores = torch.einsum("rhgd,khd->rhgk", query * q.shape[2] ** -0.5, keys)
                 scores.masked_fill_((at > position[:, None])[:, None, None], float("-inf"))
@@ -97,7 +94,7 @@ def measure(inputs: Inputs, options: dict[str, int], replays: int) -> dict[str, 
     error = float((out.float() - inputs.want).norm() / inputs.want.norm())
     if not error < TOLERANCE:
         raise AssertionError(f"{inputs.batch}: error {error}")
-    return {"ms": graph_ms(steps, replays) / len(inputs.caches), "error": error, "tile": work.tile}
+    return {"ms": common.graph_ms(steps, replays) / len(inputs.caches), "error": error, "tile": work.tile}
 
 
 def kernels(wide: bool) -> list[Any]:
@@ -106,80 +103,55 @@ def kernels(wide: bool) -> list[Any]:
     return list(module._attend_chunks.device_caches[torch.cuda.current_device()][0].values())
 
 
-def profile(kernel: Any) -> str:
+def profile(kernel: Any) -> dict[str, float]:
     """Registers, words spilled, shared memory and blocks on a multiprocessor of a compiled kernel."""
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     blocks = min(65536 // (-(-kernel.n_regs // 8) * 8 * 32 * warps), 233472 // (shared + 1024), 64 // warps)
-    return f"{kernel.n_regs:5} {kernel.n_spills:6} {shared / 1024:6.0f} {blocks:6}"
+    return {"regs": kernel.n_regs, "spills": kernel.n_spills, "KB": shared / 1024, "blocks": blocks}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("batches", nargs="*", type=Batch.parse, default=[Batch.parse(text) for text in DEFAULT])
-    add_attention_options(parser)
-    parser.add_argument("--caches", type=int, default=3, help="that a graph goes over (default: %(default)s)")
-    parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--tiles", nargs="+", help="TILE,WARPS,STAGES: others than the kernel would choose")
-    parser.add_argument("--rivals", default="all", help=f"a list of {', '.join(rivals.PREFILL)}; none; or all")
-    add_json_option(parser)
-    options = parser.parse_args()
-    need_gpu()
+    add_attention(parser, "all", rivals.PREFILL)
+    options = parser.parse_args(arguments)
+    rates = begin(options)
     names, missing = rivals.chosen(options.rivals, rivals.PREFILL)
-    torch.manual_seed(0)
     chosen = pt.launch_options(options.heads // options.kv_heads, options.dim, options.dim, 2)
     named = ("tile", "num_warps", "num_stages")
     tiles = [dict(zip(named, map(int, text.split(",")), strict=True)) for text in options.tiles or []] or [chosen]
-    rates = measure_rates(torch.device("cuda"), torch.bfloat16)
-    copy, matmul = rates.copy, rates.operations
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s,", end=" ")
-    print(f"products {matmul / 1e12:.0f} TFLOP/s; {options.heads} / {options.kv_heads} heads of {options.dim}")
-    if missing:
-        print(f"not installed: {', '.join(missing)}")
     print("TFLOP/s of each; -: a rival is not made for such a batch")
-    print(f"{'batch':>16} {'tile':>9} {'ms':>7} {'TFLOP/s':>7} {'floor':>6} {'error':>7}", end="")
-    print(f" {'regs':>5} {'spills':>6} {'KB':>6} {'blocks':>6}" + "".join(f" {name:>10}" for name in names))
-    figures: list[dict[str, Any]] = []
-    failures: list[str] = []
-    profiles: dict[str, str] = {}
+    columns = {"batch": ">16", "tile": ">9", "ms": "7.4f", "TFLOP/s": "7.0f", "floor": "6.1%", "error": "7.1e"}
+    columns |= {"regs": "5", "spills": "6", "KB": "6.0f", "blocks": "6", **dict.fromkeys(names, ">10")}
+    table, notes = common.Table(columns), [f"not installed: {', '.join(missing)}"] if missing else []
+    profiles: dict[str, dict[str, float]] = {}
     for batch in options.batches:
         inputs = Inputs.make(batch, options.heads, options.kv_heads, options.dim, options.caches)
         computed = operations(batch.pairs, options.heads, options.dim)
         moved = unique_bytes(batch.unique_tokens, options.kv_heads, options.dim)
-        floor = floor_ms(moved, computed, copy, matmul)
-        others: dict[str, float | None] = {}
+        floor = floor_ms(moved, computed, rates.copy, rates.operations)
+        others: dict[str, str] = {}
         for tile in tiles:
             name = ",".join(str(tile[part]) for part in named)
             try:
                 found = measure(inputs, tile, options.replays)
             except Exception as error:  # some candidates may not fit the card
-                failures.append(f"{batch}, {name}: {type(error).__name__}: {str(error)[:150]}")
+                notes.append(f"{batch}, {name}: {type(error).__name__}: {str(error)[:150]}")
                 continue
-            wide = found.pop("tile") == tile.get("wide")
-            if wide:
-                name = f"{tile['wide']}, wide"
+            wide = found["tile"] == tile.get("wide")
+            name = f"{tile['wide']}, wide" if wide else name
             if name not in profiles:
                 profiles[name] = profile(kernels(wide)[-1])
-            ms = found["ms"]
-            print(f"{batch!s:>16} {name:>9} {ms:7.4f} {computed / ms / 1e9:7.0f} {floor / ms:6.1%}", end="")
-            print(f" {found['error']:7.1e} {profiles[name]}", end="", flush=True)
-            if not others:  # beside the first tile
-                problem = inputs.problem
-                for rival in names:
-                    outcome = rivals.time_rival(rivals.PREFILL[rival], problem, options.replays)
-                    others[rival] = outcome.ms
-                    failures += [f"{batch}, {rival}, {note}" for note in outcome.notes if not outcome.unfit]
-                    cell = f"{computed / outcome.ms / 1e9:.0f}" if outcome.ms else str(outcome)
-                    print(f" {cell:>10}", end="", flush=True)
-            print()
-            figures.append(
-                {"batch": str(batch), "tile": name, **found, "tflops": computed / ms / 1e9, "floor_ms": floor}
-            )
-        figures.append({"batch": str(batch), "rivals": others})
+            for rival in names if not others else ():  # beside the first tile
+                outcome = rivals.time_rival(rivals.PREFILL[rival], inputs.problem, options.replays)
+                notes += [f"{batch}, {rival}, {note}" for note in outcome.notes if not outcome.unfit]
+                others[rival] = f"{computed / outcome.ms / 1e9:.0f}" if outcome.ms else str(outcome)
+            speed = {"TFLOP/s": computed / found["ms"] / 1e9, "floor": floor / found["ms"]}
+            table.add({**found, "batch": str(batch), "tile": name, **speed, **profiles[name], **others})
         del inputs
-    for failure in failures:
-        print(failure)
-    written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
-    write_json(options.json, written)
+    print(*notes, sep="\n")
+    table.write(options.json, rates=vars(rates), notes=notes)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ PyTorch had reserved after the second step and after the last one: with --steps 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import tempfile
@@ -30,16 +29,15 @@ from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL calls its hook experimental
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import common
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_batchllm import accelerated
-from hf_batchllm.bench.models import load_model
-from hf_batchllm.bench.workload import Workload
+from hf_batchllm.bench.floor import free_memory
+from hf_batchllm.bench.workload import Workload, words_of
 from hf_batchllm.rollouts import Rollouts
 
 WAYS = ("generate", "continuous", "accelerated", "hook")
@@ -55,13 +53,6 @@ class Taken:
     rewards: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)  # bytes
-
-
-def numbered_words(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words are the numbers of the tokens."""
-    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(vocabulary)}, unk_token="2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="1", unk_token="2")
 
 
 def share_of_even(completions: list[str], **columns: Any) -> list[float]:
@@ -121,7 +112,7 @@ def run(way: str, model: Any, prompts: list[str], asked: argparse.Namespace, fol
         reward_funcs=share_of_even,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=numbered_words(model.config.get_text_config().vocab_size),
+        processing_class=common.tokenizer_of_words(list(map(str, range(words_of(model))))),
         rollout_func=Rollouts() if way == "hook" else None,
         callbacks=[Watch(taken, cuda)],
     )
@@ -147,54 +138,41 @@ def _timed(trainer: Any, taken: Taken, cuda: bool) -> None:
     trainer._generate = timed
 
 
-def row_of(way: str, taken: Taken) -> str:
+def figures_of(taken: Taken) -> dict[str, Any]:
     step, rollout = (statistics.median(each[1:] or each) for each in (taken.steps, taken.rollouts))
-    reserved = [f"{each / 2**30:.1f} GiB" for each in (taken.reserved[1:2] + taken.reserved[-1:])]
-    return (
-        f"{way:<13}{step:>9.2f} s{rollout:>11.2f} s{taken.tokens / rollout:>13,.0f}"
-        f"{statistics.mean(taken.rewards):>10.4f}{statistics.mean(taken.losses):>+11.5f}   {', '.join(reserved)}"
-    )
+    reserved = ", ".join(f"{each / 2**30:.1f} GiB" for each in (taken.reserved[1:2] + taken.reserved[-1:]))
+    found: dict[str, Any] = {"a step, s": step, "rollouts, s": rollout, "tokens/s": taken.tokens / rollout}
+    means = {"reward": statistics.mean(taken.rewards), "loss": statistics.mean(taken.losses)}
+    return {**found, **means, "reserved": reserved}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="of each way (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="of a step (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=8, metavar="N", help="of each prompt (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=8, metavar="N", help="that are trained on at a time")
-    parser.add_argument("--shared", type=int, default=256, metavar="N", help="tokens that all prompts begin with")
-    parser.add_argument("--own", type=int, default=64, metavar="N", help="further tokens of each prompt")
-    parser.add_argument("--new", type=int, default=256, metavar="N", help="new tokens of each answer, at most")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    common.add_model(parser, dtype="bfloat16", folder=False)
+    common.add_numbers(parser, steps=(5, "of each way"), prompts=(16, "of a step"), samples=(8, "of each prompt"))
+    common.add_numbers(parser, rows=(8, "that are trained on at a time"), shared=(256, "tokens that all begin with"))
+    common.add_numbers(parser, own=(64, "further tokens of each"), new=(256, "new tokens of each answer, at most"))
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    asked = parser.parse_args(argv)
-    device = torch.device(asked.device)
-    workload = Workload(4 * asked.prompts, shared=asked.shared, own=asked.own, new=asked.new, degree=4 * asked.prompts)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
-    print(
-        f"{asked.config} in {asked.dtype} on {where}: {asked.steps} steps of {asked.prompts} prompts, {asked.samples}"
-    )
-    print(
-        f"samples of each; {asked.shared} + {asked.own} tokens in, {asked.new} out, temperature {asked.temperature}\n"
-    )
-    print(f"{'rollouts by':<13}{'a step':>11}{'rollouts':>13}{'tokens/s':>13}{'reward':>10}{'loss':>11}   reserved")
+    asked = parser.parse_args(arguments)
+    every = 4 * asked.prompts
+    workload = Workload(every, asked.shared, asked.own, asked.new, every)
+    print(f"{asked.steps} steps of {asked.prompts} prompts, {asked.samples} samples of each; {asked.shared} +", end=" ")
+    print(f"{asked.own} tokens in, {asked.new} out, temperature {asked.temperature}\n")
+    columns = {"rollouts by": "<13", "a step, s": "9.2f", "rollouts, s": "11.2f", "tokens/s": "9,.0f"}
+    table = common.Table({**columns, "reward": "9.4f", "loss": "+10.5f", "reserved": "<20"})
     for way in asked.ways:
-        model = load_model(None, asked.config, device, getattr(torch, asked.dtype))  # the same weights each time
-        ids = workload.prompts(model.config.get_text_config().vocab_size)
-        prompts = [" ".join(map(str, each)) for each in ids]
+        model = common.model_of(asked)  # the same weights each time
+        prompts = [" ".join(map(str, each)) for each in workload.prompts(words_of(model))]
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # names that TRL uses, and transformers has new ones for
             try:
-                print(row_of(way, run(way, model, prompts, asked, folder)), flush=True)
+                table.add({"rollouts by": way, **figures_of(run(way, model, prompts, asked, folder))})
             except Exception as error:
-                print(f"{way:<13}   {type(error).__name__}: {str(error)[:120]}", flush=True)
+                print(f"{way:<13} {type(error).__name__}: {str(error)[:120]}", flush=True)
+        device = model.device
         del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device)
 
 
 if __name__ == "__main__":

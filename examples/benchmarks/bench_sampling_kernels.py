@@ -18,58 +18,35 @@ the rows is greedy, a quarter draws from all tokens, a quarter has top-k and top
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 
-import numpy as np
+import common
 import torch
-from bench_support.gpu_timing import graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option, add_tune_option, set_constants, write_json
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_batchllm.bench.machine_rates import copy_rate
+from hf_batchllm.bench.floor import copy_rate
 from hf_batchllm.kernels import penalties_triton, sample_triton, top_k_top_p_triton
 from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 
 SETS_BYTES = 128 << 20  # of all sets of logits: more than the L2 cache holds
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95
-COLUMNS = (
-    "k, p",
-    "share",
-    "p flat",
-    "p peak",
-    "min-p",
-    "penalise",
-    "share",
-    "draw",
-    "cut draw",
-    "greedy",
-    "r k, p",
-    "r draw",
-    "mix cut",
-    "mix draw",
-    "plain k, p",
-    "plain draw",
-)
+TIMES = ("p flat", "p peak", "min-p", "penalise", "its share", "draw", "cut draw", "greedy", "r k, p", "r draw")
+TIMES += ("mix cut", "mix draw", "plain k, p", "plain draw")
+COLUMNS = {"dtype": "<8", "vocabulary": "10", "rows": "5", "k, p": "6.4g", "share": "5.0%"}
+COLUMNS |= {name: "9.0%" if "share" in name else f"{max(6, len(name))}.4g" for name in TIMES}
 
 
 def over_all(sets: list[torch.Tensor], function: Callable[[torch.Tensor], object], replays: int) -> float:
     """Microseconds for one of the sets."""
-
-    return graph_ms_of_each(sets, function, replays) * 1e3
+    return common.graph_ms_of_each(sets, function, replays) * 1e3
 
 
 def one_by_one(sets: list[torch.Tensor], function: Callable[[torch.Tensor], object]) -> float:
     """Microseconds of a call outside a graph, for functions that allocate memory."""
-    times = []
-    for logits in (sets[0], *sets[:3]):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function(logits)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return float(np.median(times[1:]))
+    function(sets[0])
+    some = iter(sets[:3])
+    return 1e3 * common.event_ms(lambda: function(next(some)), len(sets[:3]), wait=True)
 
 
 def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays: int, plain: bool) -> dict[str, float]:
@@ -149,45 +126,32 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         found["plain draw"] = one_by_one(
             peaked, lambda logits: torch.multinomial((logits.float() / TEMPERATURE).softmax(dim=-1), 1)
         )
-    found["share of k, p"] = size / found["k, p"] * 1e6 / copy
-    found["share of penalise"] = (size + seen.nbytes + out.nbytes) / found["penalise"] * 1e6 / copy
+    found["share"] = size / found["k, p"] * 1e6 / copy
+    found["its share"] = (size + seen.nbytes + out.nbytes) / found["penalise"] * 1e6 / copy
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--rows", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--vocabulary", nargs="+", type=int, default=[32000, 128256, 262144])
     parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
-    add_tune_option(parser)
+    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="other constants of the kernels")
     parser.add_argument("--no-plain", action="store_true", help="without transformers' warpers")
-    parser.add_argument("--replays", type=int, default=9)
-    add_json_option(parser)
-    options = parser.parse_args()
-    need_gpu()
-    set_constants(options.tune, (top_k_top_p_triton, penalties_triton, sample_triton))
+    common.add_numbers(parser, replays=(9, "of each graph"))
+    common.add_json(parser)
+    options = parser.parse_args(arguments)
+    common.need_gpu()
+    common.set_constants(options.tune, (top_k_top_p_triton, penalties_triton, sample_triton))
     torch.manual_seed(0)
     copy = copy_rate(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)
-    print("us", f"{'vocabulary':>14} {'rows':>5}", *(f"{name:>{max(6, len(name))}}" for name in COLUMNS))
-    results = []
-    for dtype in options.dtype:
-        for vocabulary in options.vocabulary:
-            for rows in options.rows:
-                found = measure(rows, vocabulary, getattr(torch, dtype), copy, options.replays, not options.no_plain)
-                results.append({"dtype": dtype, "vocabulary": vocabulary, "rows": rows, "tune": options.tune} | found)
-                print(f"{dtype:>8} {vocabulary:8} {rows:5}", end="")
-                before = ""
-                for name in COLUMNS:
-                    if name == "share":
-                        text = f"{found[f'share of {before}']:.0%}"
-                    else:
-                        text = f"{found[name]:.4g}" if name in found else "-"
-                    print(f" {text:>{max(6, len(name))}}", end="")
-                    before = name
-                print(flush=True)
-                torch.cuda.empty_cache()
-    write_json(options.json, results)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s; us", *options.tune)
+    table = common.Table(COLUMNS)
+    for dtype, vocabulary, rows in product(options.dtype, options.vocabulary, options.rows):
+        found = measure(rows, vocabulary, getattr(torch, dtype), copy, options.replays, not options.no_plain)
+        table.add({"dtype": dtype, "vocabulary": vocabulary, "rows": rows, **found}, tune=options.tune)
+        torch.cuda.empty_cache()
+    table.write(options.json)
 
 
 if __name__ == "__main__":

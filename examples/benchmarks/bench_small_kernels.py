@@ -12,19 +12,18 @@ kernel and plain operations differ at all, and "far" the largest difference, as 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import common
 import torch
-from bench_support.gpu_timing import graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option, add_tune_option, set_constants, write_json
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hf_batchllm.bench.machine_rates import copy_rate
-from hf_batchllm.bench.shapes import SHAPES
+from hf_batchllm.bench.floor import copy_rate
+from hf_batchllm.bench.workload import SHAPES
 from hf_batchllm.kernels import layer_ops_triton, sample_triton
 from hf_batchllm.kernels.sample_torch import PADDING, Rows
 
@@ -41,23 +40,14 @@ class Model:
     dim: int
     inter: int
     vocabulary: int
-    qk_norm: bool = False
-    gemma: bool = False
+    qk_norm: bool
+    gemma: bool
 
     @classmethod
     def of(cls, name: str) -> Model:
-        fields = SHAPES[name]
-        kind = fields["model_type"]
-        return cls(
-            hidden=fields["hidden_size"],
-            heads=fields["num_attention_heads"],
-            kv_heads=fields["num_key_value_heads"],
-            dim=fields["head_dim"],
-            inter=fields["intermediate_size"],
-            vocabulary=fields["vocab_size"],
-            qk_norm=kind in ("qwen3", "gemma3_text"),
-            gemma=kind == "gemma3_text",
-        )
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        fields, gemma = SHAPES[name], name.startswith("gemma")
+        return cls(*(fields[each] for each in (*names, "vocab_size")), gemma or name.startswith("qwen3"), gemma)
 
 
 MODELS = {name: Model.of(name) for name in ("llama-8b", "qwen3-0.6b", "gemma3-1b")}
@@ -208,7 +198,7 @@ def advance(model: Model, rows: int) -> Operation:
 
 
 def measure(operation: Operation, copy: float, replays: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {"name": operation.name}
+    figures: dict[str, Any] = {"operation": operation.name}
     inputs = operation.make()
     ours = operation.ours(*(each.clone() for each in inputs))
     if operation.plain is not None and operation.name != "sample":
@@ -220,17 +210,16 @@ def measure(operation: Operation, copy: float, replays: int) -> dict[str, Any]:
         del pairs, plain
     size = sum(each.nbytes for each in inputs)
     sets = [operation.make() for _ in range(max(2, min(32, SETS_BYTES // size)))]
-    for name, function in (("ms", operation.ours), ("plain_ms", operation.plain)):
-        if function is None:
-            continue
+    for name, function in (("us", operation.ours), ("plain us", operation.plain)):
+        if function is not None:
+            figures[name] = 1e3 * common.graph_ms_of_each(sets, partial(_unpacked, function), replays)
+    figures["GB/s"] = operation.moved / figures["us"] / 1e3
+    figures["ratio"] = figures["plain us"] / figures["us"] if "plain us" in figures else None
+    return {**figures, "share": figures["GB/s"] * 1e9 / copy}
 
-        def unpacked(inputs: Tensors, function: Callable[..., Tensors] = function) -> Tensors:
-            return function(*inputs)
 
-        figures[name] = graph_ms_of_each(sets, unpacked, replays)
-    figures["gbs"] = operation.moved / figures["ms"] / 1e6
-    figures["share"] = figures["gbs"] * 1e9 / copy
-    return figures
+def _unpacked(function: Callable[..., Tensors], inputs: Tensors) -> Tensors:
+    return function(*inputs)
 
 
 def operations(model: Model, tokens: int, sampled: int) -> list[Operation]:
@@ -242,40 +231,30 @@ def operations(model: Model, tokens: int, sampled: int) -> list[Operation]:
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-8b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 8192])
-    parser.add_argument("--sampled", type=int, default=512, help="most rows through the LM head (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", help="parts of the operations' names")
-    add_tune_option(parser)
-    parser.add_argument("--replays", type=int, default=15)
-    add_json_option(parser)
-    options = parser.parse_args()
-    need_gpu()
-    set_constants(options.tune, (layer_ops_triton, sample_triton))
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the operations' names")
+    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="other constants of the kernels")
+    common.add_numbers(parser, sampled=(512, "most rows through the LM head"), replays=(15, "of each graph"))
+    common.add_json(parser)
+    options = parser.parse_args(arguments)
+    common.need_gpu()
+    common.set_constants(options.tune, (layer_ops_triton, sample_triton))
     torch.manual_seed(0)
     copy = copy_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)
-    print(f"{'model':>11} {'tokens':>6} {'operation':>20} {'us':>8} {'GB/s':>6} {'share':>6} {'plain us':>9}", end="")
-    print(f" {'ratio':>6} {'differ':>8} {'far':>8}")
-    results = []
+    columns = {"model": "<11", "tokens": "6", "operation": "<20", "us": "8.2f", "GB/s": "6.0f", "share": "6.1%"}
+    table = common.Table({**columns, "plain us": "9.2f", "ratio": "6.1f", "differ": "8.1e", "far": "8.1e"})
     for name in options.model:
         for tokens in options.tokens:
             for operation in operations(MODELS[name], tokens, options.sampled):
-                if options.only and not any(part in operation.name for part in options.only):
-                    continue
-                found = measure(operation, copy, options.replays)
-                results.append({"model": name, "tokens": tokens, "tune": options.tune} | found)
-                print(f"{name:>11} {tokens:6} {operation.name:>20} {found['ms'] * 1e3:8.2f}", end="")
-                print(f" {found['gbs']:6.0f} {found['share']:6.1%}", end="")
-                if "plain_ms" in found:
-                    print(f" {found['plain_ms'] * 1e3:9.2f} {found['plain_ms'] / found['ms']:6.1f}", end="")
-                if "differ" in found:
-                    print(f" {found['differ']:8.1e} {found['far']:8.1e}", end="")
-                print(flush=True)
-                torch.cuda.empty_cache()
-    write_json(options.json, results)
+                if any(part in operation.name for part in options.only):
+                    found = measure(operation, copy, options.replays)
+                    table.add({"model": name, "tokens": tokens, **found}, tune=options.tune)
+                    torch.cuda.empty_cache()
+    table.write(options.json)
 
 
 if __name__ == "__main__":

@@ -14,27 +14,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import os
 import statistics
 import tempfile
 import time
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+import common
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.bench.floor import Shape, floor_of
-from hf_batchllm.bench.machine_rates import measure_rates
-from hf_batchllm.bench.matrices import NoFloorError
-from hf_batchllm.bench.models import load_model
-from hf_batchllm.bench.shapes import SHAPES
-from hf_batchllm.bench.sharded_models import random_sharded
-from hf_batchllm.bench.timing import synchronize
-from hf_batchllm.bench.workload import Workload
+from hf_batchllm.bench.contenders import machine_name
+from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of, measure_rates, synchronize
+from hf_batchllm.bench.workload import SHAPES, Workload, load_model
 from hf_batchllm.model import peer_sums
+from hf_batchllm.patches.sharded_modules import local
 
 WORKLOADS = {  # shared, own, new, degree
     "prefill": (0, 2000, 16, 1),
@@ -63,7 +65,7 @@ def floors(model: Any, asked: argparse.Namespace, device: torch.device, dtype: t
     if shape.mixtures:
         print("no floor: experts are spread over the GPUs, which the floor does not know")
         return {}
-    parts = {"linear_weights": shape.linear_weights // asked.gpus, "vocabulary": shape.vocabulary // asked.gpus}
+    parts = {"linear_weights": shape.linear_weights // asked.gpus, "head_weights": shape.head_weights // asked.gpus}
     shape = dataclasses.replace(shape, **parts)  # heads, and K and V, are those that are here
     rates, config = measure_rates(device, dtype), model.config
     with BatchGenerator(model) as generator:
@@ -81,8 +83,8 @@ def floors(model: Any, asked: argparse.Namespace, device: torch.device, dtype: t
         of_a_token = statistics.median(taken) / _ROWS
     found = {}
     for name in asked.only:
-        floor = floor_of(shape, workload_of(name, asked).as_groups(), rates)
-        tokens = floor.needs.prompt_tokens + floor.needs.decode_tokens
+        floor = floor_of(shape, workload_of(name, asked).groups, rates)
+        tokens = floor.prompt_tokens + floor.decode_tokens
         found[name] = floor.seconds + 2 * config.num_hidden_layers * of_a_token * tokens
     return found
 
@@ -101,6 +103,53 @@ def timed(model: Any, asked: argparse.Namespace, device: torch.device) -> dict[s
                 taken.append(time.perf_counter() - began)
             found[name] = statistics.median(taken[1:]), result.report  # the first compiles kernels
     return found
+
+
+def random_sharded(config: Any, processes: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """Sharded as ``from_pretrained`` shards it, without files. The process group must be there."""
+    asked = DistributedConfig(tp_size=processes)
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype)
+    prepared = type(model).prepare_distribute_model(asked)
+    mesh = prepared[-1]
+    model = type(model).maybe_distribute_model(model, prepared[0], mesh)
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            for key, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[key] = _made(f"{name}.{key}", weight, device, rank)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = _buffer_of(module, key, device)
+    model.tie_weights()
+    model.eval()
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model
+
+
+def _made(name: str, weight: torch.Tensor, device: torch.device, rank: int) -> nn.Parameter:
+    part = local(weight)
+    is_whole = part is weight or all(each.is_replicate() for each in weight.placements)  # type: ignore[attr-defined]
+    torch.manual_seed(zlib.crc32(f"{name} {'' if is_whole else rank}".encode()))  # copies of a weight are equal
+    fresh = torch.empty(part.shape, dtype=part.dtype, device=device)
+    fresh = fresh.fill_(1.0) if "norm" in name and fresh.ndim == 1 else fresh.normal_(0.0, 0.02)
+    if part is weight:
+        return nn.Parameter(fresh, requires_grad=False)
+    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+    made = DTensor.from_local(fresh, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+    return nn.Parameter(made, requires_grad=False)
+
+
+def _buffer_of(module: nn.Module, key: str, device: torch.device) -> torch.Tensor:
+    """As the class makes it of its config: angles of RoPE."""
+    takes = inspect.signature(type(module).__init__).parameters
+    if "config" not in takes:
+        raise ValueError(f"{type(module).__name__} has a buffer `{key}` that its config does not tell")
+    make: Any = type(module)
+    fresh: torch.Tensor = make(module.config).to(device)._buffers[key]
+    return fresh
 
 
 def on_rank(rank: int, asked: argparse.Namespace, folder: str) -> None:
@@ -126,40 +175,35 @@ def on_rank(rank: int, asked: argparse.Namespace, folder: str) -> None:
         if cuda:
             torch.cuda.empty_cache()
     dist.barrier()
-    config = AutoConfig.for_model(**SHAPES[asked.config])
-    model = random_sharded(config, asked.gpus, device, dtype)
+    model = random_sharded(AutoConfig.for_model(**SHAPES[asked.config]), asked.gpus, device, dtype)
     together = timed(model, asked, device)
     least = floors(model, asked, device, dtype)
     if rank == 0:
-        on = torch.cuda.get_device_name() if cuda else "CPU"
-        print(f"\n{asked.config} on {asked.gpus} x {on}, {asked.requests:,} prompts\n")
-        print(f"{'':12}{'one':>10}{'together':>10}{'faster':>8}{'prompts/s':>12}{'floor':>10}{'share':>8}")
+        print(f"\n{asked.config} on {asked.gpus} x {machine_name(device)}, {asked.requests:,} prompts\n")
+        columns = {"": "<12", "one": "9.2f", "together": "9.2f", "faster": "6.2f", "prompts/s": "9.1f"}
+        table = common.Table({**columns, "floor": "8.2f", "share": "6.0%"})
         for name, (seconds, _) in together.items():
-            one = f"{alone[name][0]:10.2f}" if alone else f"{'':10}"
-            times = f"{alone[name][0] / seconds:7.2f}x" if alone else f"{'':8}"
-            share = f"{least[name]:10.2f}{least[name] / seconds:8.0%}" if least else ""
-            print(f"{name:12}{one}{seconds:10.2f}{times}{asked.requests / seconds:12.1f}{share}", flush=True)
+            found = {"": name, "together": seconds, "prompts/s": asked.requests / seconds}
+            found |= {"one": alone[name][0], "faster": alone[name][0] / seconds} if alone else {}
+            table.add(found | ({"floor": least[name], "share": least[name] / seconds} if least else {}))
         for name, (_, report) in together.items():
-            print(f"\n{name}, together:\n{report}", flush=True)
-            if alone:
-                print(f"\n{name}, one:\n{alone[name][1]}", flush=True)
+            print(f"\n{name}, together:\n{report}" + (f"\n\n{name}, one:\n{alone[name][1]}" if alone else ""))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--config", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--runs", type=int, default=3)
+    common.add_numbers(parser, gpus=(2, "that have the model together"), requests=(256, "prompts"))
+    common.add_numbers(parser, runs=(3, "of which the median counts"))
     parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=[*WORKLOADS])
     parser.add_argument("--no-single", action="store_true", help="leave out the run on one GPU")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--group-sums", action="store_true", help="sums by NCCL, as if GPUs shared no memory")
     parser.add_argument("--short", action="store_true", help="a twentieth of the tokens: a trial")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(on_rank, (asked, folder), nprocs=asked.gpus)
 

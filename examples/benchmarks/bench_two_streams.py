@@ -10,31 +10,25 @@ two streams. All of them run the fused layers as the engine does.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 
+import common
 import numpy as np
 import torch
-from bench_prompt_step import DENSE, DEVICE, PAGE, Forward, Watch, build, turns
-from bench_support.gpu_timing import need_gpu
+from bench_prompt_step import Forward, Watch, build, kernels_here, turns
 
-from hf_batchllm import BatchConfig
-from hf_batchllm.model.choose_backend import fused_kernels
 from hf_batchllm.patches.fusion import Fusion
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-8b", choices=DENSE)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--length", type=int, default=2048, help="of each prompt")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
-    chosen = parser.parse_args()
-    need_gpu()
-    model = build(chosen.shape, chosen.layers)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    parser.add_argument("--shape", default="llama-8b", choices=common.DENSE)
+    common.add_numbers(parser, tokens=(8192, "of the whole step"), length=(2048, "tokens of each prompt"))
+    common.add_numbers(parser, seconds=(10, "in all"), layers=(0, "fewer than the shape has; 0: all"))
+    chosen = parser.parse_args(arguments)
+    common.need_gpu()
+    model, kernels = build(chosen.shape, chosen.layers), kernels_here()
     fusion = Fusion(model)
-    kernels = fused_kernels(BatchConfig(page_size=PAGE), DEVICE)
-    assert kernels is not None
     whole = Forward(model, fusion, kernels, chosen.tokens, chosen.length)
     halves = [Forward(model, fusion, kernels, chosen.tokens // 2, chosen.length) for _ in range(2)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -53,13 +47,12 @@ def main() -> None:
             now.wait_stream(stream)
 
     watch = Watch()
-    watch.start()
     times = turns({"whole": whole.fused, "one by one": one_by_one, "side by side": side_by_side}, chosen.seconds)
-    state = watch.end()
-    print(f"{torch.cuda.get_device_name()}, {chosen.shape}, {chosen.tokens:,} tokens, {state}")
+    print(f"{torch.cuda.get_device_name()}, {chosen.shape}, {chosen.tokens:,} tokens, {watch.end()}")
+    table = common.Table({"": "<14", "ms": "9.2f", "of the whole": "12.3f", "times": "6"})
+    ms = {name: float(np.median(each)) for name, each in times.items()}
     for name, each in times.items():
-        median = float(np.median(each))
-        print(f"{name:>14} {median:9.2f} ms  {median / float(np.median(times['whole'])):6.3f}  ({len(each)} times)")
+        table.add({"": name, "ms": ms[name], "of the whole": ms[name] / ms["whole"], "times": len(each)})
 
 
 if __name__ == "__main__":

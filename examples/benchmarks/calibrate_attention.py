@@ -17,21 +17,19 @@ least, against the better way in each cell. Every cell is checked before it is t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import common
 import numpy as np
 import torch
+from attention import EVERY, NEVER
+from attention import DecodeBatch as Batch
 from bench_decode_attention import Inputs, measure
-from bench_support.attention_batches import EVERY, NEVER
-from bench_support.attention_batches import DecodeBatch as Batch
-from bench_support.gpu_timing import need_gpu, warm_branches
-from bench_support.options import add_attention_options, add_json_option, write_json
 
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
@@ -114,10 +112,9 @@ def splits(make: Make, names: list[str]) -> dict[str, Any]:
     columns = [f"<= {pages}" if pages < 10**6 else "whole" for pages in MOST_PAGES]
     columns += [f"{SHORT[name]}={value}" for name in VALUES for value in VALUES[name]]
     print("\nSplits: ms with the rule, with items of so many pages, with other constants in it (B16: BLOCKS[16])")
-    print(f"{'batch':>16} {'rule':>7}" + "".join(f" {column:>7}" for column in columns))
+    table = common.Table({"batch": ">16", **dict.fromkeys(("rule", *columns), "7.4f")})
     now = {name: in_force(name) for name in VALUES}
     ratios: dict[tuple[str, int], list[float]] = {}
-    rows = []
     for text in names:
         inputs = make(Batch.parse(text))
         rule = measure(inputs)["ms"]
@@ -130,14 +127,13 @@ def splits(make: Make, names: list[str]) -> dict[str, Any]:
         best = min(rule, *limited, *others.values())
         for key, ms in others.items():
             ratios.setdefault(key, []).append(ms / best - 1)
-        print(f"{text:>16} {rule:7.4f}" + "".join(f" {ms:7.4f}" for ms in (*limited, *others.values())), flush=True)
-        rows.append({"batch": text, "rule": rule, "limited": limited, "others": list(others.values()), "best": best})
+        table.add({"batch": text, "rule": rule, **dict(zip(columns, (*limited, *others.values()), strict=True))})
         del inputs
     worst = {key: max(losses) for key, losses in ratios.items()}
     suggested = {}
     for name in VALUES:
         suggested[name] = min(VALUES[name], key=lambda value, name=name: round(worst[name, value], 3))
-    return {"columns": columns, "rows": rows, "worst": worst, "suggested": suggested}
+    return {"rows": table.rows, "worst": worst, "suggested": suggested}
 
 
 def gate_table(make: Make, title: str, text: Callable[[int, int], str], rows: list[int], tokens: list[int],
@@ -181,18 +177,18 @@ def conclude(found: dict[str, Any], tables: dict[str, list[Cell]]) -> dict[str, 
     return suggested
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_attention_options(parser)
-    parser.add_argument("--own", type=int, default=250, help="tokens of each row's own, where there is no window")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    common.add_numbers(parser, heads=(32, "query heads"), kv_heads=(8, "KV heads"), dim=(128, "of a head"))
+    common.add_numbers(parser, own=(250, "tokens of each row's own, where there is no window"))
     parser.add_argument("--quick", action="store_true", help="a smaller grid")
-    add_json_option(parser)
-    options = parser.parse_args()
-    need_gpu()
+    common.add_json(parser)
+    options = parser.parse_args(arguments)
+    common.need_gpu()
     torch.manual_seed(0)
     begin = time.perf_counter()
     gc.freeze()  # capturing a graph may collect garbage first, and there are some 400 graphs
-    warm_branches()
+    common.warm_branches()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__};", end=" ")
     print(f"{options.heads} / {options.kv_heads} heads of {options.dim}")
 
@@ -231,7 +227,7 @@ def main() -> None:
         "gates": {name: [asdict(cell) for cell in cells] for name, cells in tables.items()},
         "suggested": suggested,
     }
-    write_json(options.json, written)
+    common.write_json(options.json, written)
 
 
 if __name__ == "__main__":

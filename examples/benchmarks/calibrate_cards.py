@@ -11,22 +11,23 @@ Every choice is checked before it is timed. What each takes on chip is asked of 
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import bench_decode_attention as decode
 import bench_prefill_attention as prefill
+import common
 import torch
-from bench_support.attention_batches import DecodeBatch, PrefillBatch
-from bench_support.gpu_timing import need_gpu, warm_branches
+from attention import DecodeBatch, PrefillBatch
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from hf_batchllm.kernels import cards, prefill_triton
 
 LINES = {"decode_16": (16,), "decode_64": (64,), "prefill": (64, 128)}
 BATCHES = {"decode_16": ["256x1:0+1024", "64x4:2000+250"], "decode_64": ["16x16:2000+250"], "prefill": ["4x2048"]}
+LAUNCH = ("lines", "warps", "stages", "box")
 BOXES, WARPS, STAGES = (32, 64), (2, 4, 8), (1, 2, 3)
 
 
@@ -57,15 +58,15 @@ def timed(kind: str, inputs: list[Any], dim: int) -> list[float]:
     return [prefill.measure(each, options, replays=9)["ms"] for each in inputs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=128, help="of heads; there are 32, and 8 KV heads")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
+    common.add_numbers(parser, dim=(128, "of heads; there are 32, and 8 KV heads"))
     parser.add_argument("--kinds", nargs="+", choices=LINES, default=list(LINES))
     parser.add_argument("--tight", action="store_true", help="with the memory on chip of the card in the table")
-    options = parser.parse_args()
-    need_gpu()
+    options = parser.parse_args(arguments)
+    common.need_gpu()
     torch.manual_seed(0)
-    warm_branches()
+    common.warm_branches()
     device = torch.device("cuda", torch.cuda.current_device())
     capability = cards.capability_on(device)
     assert capability is not None
@@ -82,23 +83,23 @@ def main() -> None:
             else:
                 made[name] = decode.Inputs.make(DecodeBatch.parse(name), 32, 8, options.dim, 3)
         inputs = [made[name] for name in names]
-        print(f"{kind}\n    lines  warps  stages  box  " + "  ".join(names))
         rows = []
         for launched in product(LINES[kind], WARPS, STAGES, BOXES):
             launch = cards.Launch(*launched)
-            both = replace(getattr(card, kind), narrow=launch, wide=launch)
-            tried = replace(card, **{kind: both})
             used = launch == getattr(card, kind).of(options.dim)
-            cards.CARDS[capability] = tried
+            cards.CARDS[capability] = replace(card, **{kind: replace(getattr(card, kind), narrow=launch, wide=launch)})
             cards.card_on.cache_clear()
             try:
                 times = timed(kind, inputs, options.dim)
             except Exception as error:  # some do not fit the card
                 print(f"{launch}: {type(error).__name__}: {str(error)[:80]}")
                 continue
-            rows.append((sum(times), "".join(f"{each:7}" for each in launch), times, used))
-        for _, text, times, used in sorted(rows):
-            print(text + "  " + "  ".join(f"{each:9.4f}" for each in times) + ("  in use" if used else ""), flush=True)
+            launch_of = dict(zip(LAUNCH, launched, strict=True))
+            rows.append({**launch_of, **dict(zip(names, times, strict=True)), "": "in use" if used else ""})
+        print(kind)
+        table = common.Table({**dict.fromkeys(LAUNCH, "6"), **dict.fromkeys(names, "14.4f"), "": "<6"})
+        for row in sorted(rows, key=lambda row: sum(row[name] for name in names)):
+            table.add(row)
 
 
 if __name__ == "__main__":

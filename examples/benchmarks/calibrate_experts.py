@@ -10,23 +10,21 @@ kernels of all tiles are compiled first, in several processes. Behind the fastes
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import common
 import torch
-from bench_support.expert_layers import NAMES, ExpertShape, Layer, experts_of, with_tokens
-from bench_support.gpu_timing import graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option, write_json
+from bench_experts import DTYPE, NAMES, ExpertShape, Layer, experts_of, with_tokens
 
-from hf_batchllm.bench.machine_rates import measure_rates
+from hf_batchllm.bench.floor import measure_rates
 from hf_batchllm.kernels.experts_torch import Gating
 from hf_batchllm.kernels.experts_triton import Tile, down_products, tiles_for, up_products
 from hf_batchllm.kernels.routing_triton import rows_of_experts
 
-DTYPE = torch.bfloat16
 UP, DOWN = "up", "down"
 FEW_ROWS = 64  # of a tile; more are another table
 TILES = {
@@ -142,22 +140,21 @@ def measure(jobs: list[Job], layers: list[Layer], ends: float) -> list[tuple[flo
             rows = rows_of_experts(layer.indices, job.shape.experts, job.rows)
             sets.append((job, layer, rows, made_for(job, rows)))
         try:
-            found.append((graph_ms_of_each(sets, lambda given: launch(*given), 9), job))
+            found.append((common.graph_ms_of_each(sets, lambda given: launch(*given), 9), job))
         except Exception as error:
             print(f"no {job.which} with {job.rows} rows, {job.tile}: {str(error).splitlines()[0][:80]}")
     return sorted(found, key=lambda pair: pair[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 256, 1024, 8192])
-    parser.add_argument("--processes", type=int, default=12, help="that compile kernels (default: %(default)s)")
-    parser.add_argument("--best", type=int, default=5, help="how many tiles are listed (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after so many nothing new is timed")
-    add_json_option(parser)
-    options = parser.parse_args()
-    need_gpu()
+    common.add_numbers(parser, processes=(12, "that compile kernels"), best=(5, "tiles that are listed"))
+    common.add_numbers(parser, seconds=(10**9, "after so many nothing new is timed"))
+    common.add_json(parser)
+    options = parser.parse_args(arguments)
+    common.need_gpu()
     ends = time.time() + options.seconds
     rates = measure_rates(torch.device("cuda"), DTYPE)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {rates}; microseconds for a layer")
@@ -179,15 +176,11 @@ def main() -> None:
                 timed = measure([job for job in jobs[tokens] if job.which == which], layers, ends)
                 each = [f"{1e3 * ms:.0f} {job.rows} x {job.tile}" for ms, job in timed[: options.best]]
                 now = [f"{1e3 * ms:.0f}" for ms, job in timed if (job.rows, job.tile) == (rows, tile)]
-                print(f"  {which:4} floor {1e3 * floor:6.0f}: {', '.join(each)}; in use", end=" ")
-                print(*now, f"{rows} x {tile}", flush=True)
-                results += [
-                    {"shape": name, "tokens": tokens, "which": which, "rows": job.rows, "tile": job.tile, "ms": ms}
-                    for ms, job in timed
-                ]
+                print(f"  {which:4} floor {1e3 * floor:6.0f}: {', '.join(each)}; in use", *now, f"{rows} x {tile}")
+                results += [{"shape": name, **asdict(job), "gating": str(job.gating), "ms": ms} for ms, job in timed]
         del found, layers
         torch.cuda.empty_cache()
-    write_json(options.json, {"rates": vars(rates), "tiles": results})
+    common.write_json(options.json, {"rates": vars(rates), "tiles": results})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ exit status is 1 if one does.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -22,11 +21,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
-import torch
+import common
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.bench.models import load_model
+from hf_batchllm.bench.workload import words_of
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.step_seconds import StepSeconds
@@ -105,7 +103,7 @@ def told(result: BatchResult, place: int) -> list[str]:
 
 def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, invariant: bool) -> Counter[str]:
     """The ways of a list: how many cases of each kind there were, and how many of these differ."""
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = words_of(model)
     prompts = draw_prompts(dice, longest, vocabulary)
     seeds = [dice.randrange(2**40) for _ in prompts]
     options = draw_options(dice, new_tokens, vocabulary)
@@ -137,21 +135,13 @@ def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or a name on the hub")
-    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--cases", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=1e9, help="at most so many")
-    parser.add_argument("--longest", type=int, default=1500, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--new", type=int, default=40, help="tokens of an answer, at most (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = common.parser_of(__doc__)
+    common.add_model(parser, dtype="bfloat16")
+    common.add_numbers(parser, cases=(64, "at least so many"), longest=(1500, "tokens of a prompt"), seed=(0, "of all"))
+    common.add_numbers(parser, new=(40, "tokens of an answer, at most"), seconds=(10**9, "at most so many"))
     parser.add_argument("--without", action="store_true", help="without the flag, where cases should differ")
     asked = parser.parse_args(arguments)
-    device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device(asked.device)
-    config = None if asked.model else asked.config
-    model = load_model(asked.model, config, device, getattr(torch, asked.dtype))
+    model = common.model_of(asked)
     counted: Counter[str] = Counter()
     began, number = time.monotonic(), 0
     while counted["all"] < asked.cases and time.monotonic() - began < asked.seconds:
@@ -159,10 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
         counted += check_list(dice, model, asked.longest, asked.new, not asked.without)
         number += 1
     flag = "without invariant=True" if asked.without else "invariant=True"
-    print(f"{asked.model or asked.config}, {asked.dtype}, {device}, {flag}: {time.monotonic() - began:.0f} s\n")
-    print(f"{'lists with':24}{'cases':>8}{'differ':>8}")
+    print(f"{flag}: {time.monotonic() - began:.0f} s\n")
+    table = common.Table({"lists with": "<24", "cases": "8,", "differ": "8,"})
     for name in sorted(name for name in counted if not name.endswith(" differ")):
-        print(f"{name:24}{counted[name]:8,}{counted[f'{name} differ']:8,}")
+        table.add({"lists with": name, "cases": counted[name], "differ": counted[f"{name} differ"]})
     return int(counted["all differ"] > 0 and not asked.without)
 
 

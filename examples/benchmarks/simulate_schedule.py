@@ -11,20 +11,19 @@ picture shows the tokens of each step over time.
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import common
 import numpy as np
 import torch
-from bench_support.simulated_gpu import H200, LLAMA_8B, SimulatedGpu
-from bench_support.static_admission import StaticAdmission
+from other_schedulers import StaticAdmission
+from plot import draw_steps
+from simulated_gpu import H200, LLAMA_8B, SimulatedGpu
 
 from hf_batchllm.bench.floor import Floor, floor_of
-from hf_batchllm.bench.plot_steps import draw_steps
-from hf_batchllm.bench.workload import Mix, MixedGroups, Workload
+from hf_batchllm.bench.workload import Workload
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.smaller_steps import SmallerSteps
 from hf_batchllm.engine.timekeeper import Timekeeper
@@ -49,7 +48,7 @@ class Case:
     """A list of prompts, the memory for it, and whether the lengths of answers are known."""
 
     name: str
-    workload: Workload | Mix
+    workload: Workload
     memory: float  # bytes of KV cache
     known: bool = True  # if not, each answer may become as long as the longest
 
@@ -59,11 +58,7 @@ class Outcome:
     seconds: float
     floor: Floor
     preemptions: int
-    lost_tokens: int
-    idle_tokens: int
     timeline: Timeline
-    peak: float  # share of the cache in use at most
-    host: float  # seconds that the simulation took
 
     @property
     def share(self) -> float:
@@ -80,7 +75,6 @@ class _NoBuilder:
 
 
 def simulate(case: Case, scheduler: BaseScheduler, budget: int = _BUDGET) -> Outcome:
-    began = time.perf_counter()
     answers = case.workload.answers
     prompts = [Prompt(np.array(ids, np.int32)) for ids in case.workload.prompts(_VOCABULARY)]
     limits = answers if case.known else [case.workload.new] * len(answers)
@@ -103,23 +97,21 @@ def simulate(case: Case, scheduler: BaseScheduler, budget: int = _BUDGET) -> Out
     for request, length in zip(lineup.requests, answers, strict=True):
         assert len(request.generated) == length, f"{request} has {len(request.generated)} of {length} tokens"
     cache.check_integrity([])
-    floor = floor_of(LLAMA_8B, case.workload.as_groups(), H200)
+    floor = floor_of(LLAMA_8B, case.workload.groups, H200)
     return Outcome(
         gpu.busy_until,
         floor,
         scheduler.preemptions,
-        cache.lost_tokens,
-        engine.idle_tokens,
         timekeeper.timeline(gpu.busy_until, LLAMA_8B.kv_bytes * _PAGE),
-        cache.peak_pages / cache.num_pages,
-        time.perf_counter() - began,
     )
 
 
 def cases() -> list[Case]:
     """Lists of equal and of mixed lengths; with memory for the whole list, for a third or half, or for a tenth."""
     rfc = Workload(requests=800, shared=2000, own=200, new=100, degree=16)
-    mixed, alone = MixedGroups(requests=400), MixedGroups(requests=400, shared=500, degree=1)
+    mixed = Workload(requests=400, shared=2000, own=200, new=2048, degree=8, kind="mixed")
+    alone = replace(mixed, shared=500, degree=1)
+    chats = Workload(requests=256, shared=0, own=2048, new=2048, degree=1, kind="sharegpt")
     plenty, short = 100e9, 10e9
     found = [
         Case(f"rfc, degree {degree}", replace(rfc, degree=degree, requests=count), plenty)
@@ -128,7 +120,7 @@ def cases() -> list[Case]:
     found += [
         Case("rfc, degree 16, short", rfc, short),
         Case("decode, 256 rows", Workload(256, 0, 128, 512, 1), plenty),
-        Case("sharegpt", Mix(256), plenty),
+        Case("sharegpt", chats, plenty),
     ]
     for known in (True, False):
         word = "known" if known else "unknown"
@@ -136,12 +128,12 @@ def cases() -> list[Case]:
             found += [
                 Case(f"mixed, {word}, {much}", mixed, memory, known),
                 Case(f"mixed alone, {word}, {much}", alone, memory, known),
-                Case(f"sharegpt 512, {word}, {much}", Mix(512), memory, known),
+                Case(f"sharegpt 512, {word}, {much}", replace(chats, requests=512), memory, known),
             ]
         found += [
             Case(f"mixed 800, {word}, a tenth", replace(mixed, requests=800), 7e9, known),
             Case(f"mixed alone 800, {word}, a tenth", replace(alone, requests=800), 7e9, known),
-            Case(f"sharegpt 1024, {word}, a tenth", Mix(1024), 4e9, known),
+            Case(f"sharegpt 1024, {word}, a tenth", replace(chats, requests=1024), 4e9, known),
         ]
     return found
 
@@ -153,32 +145,27 @@ SCHEDULERS: dict[str, Callable[[], BaseScheduler]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = common.parser_of(__doc__)
     parser.add_argument("--cases", default="", help="only those whose names contain this")
-    parser.add_argument(
-        "--schedulers",
-        type=lambda text: text.split(","),
-        default=list(SCHEDULERS),
-        metavar="NAMES",
-        help=f"of {', '.join(SCHEDULERS)} (default: all)",
-    )
-    parser.add_argument("--budget", type=int, default=_BUDGET, help="tokens in a step (default: %(default)s)")
+    parser.add_argument("--schedulers", nargs="+", choices=SCHEDULERS, default=[*SCHEDULERS])
+    common.add_numbers(parser, budget=(_BUDGET, "tokens in a step"))
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw one case into this .svg, .png or .pdf")
-    asked = parser.parse_args()
-    if unknown := set(asked.schedulers) - set(SCHEDULERS):
-        parser.error(f"--schedulers: {', '.join(sorted(unknown))} is none of {', '.join(SCHEDULERS)}")
+    asked = parser.parse_args(arguments)
     chosen = [case for case in cases() if asked.cases in case.name]
-    if not chosen:
-        parser.error(f"--cases: none of them contains {asked.cases!r}")
-    if asked.plot is not None and len(chosen) > 1:
-        parser.error(f"--plot draws one case, and {asked.cases!r} is in the names of {len(chosen)}")
+    if not chosen or (asked.plot is not None and len(chosen) > 1):
+        parser.error(f"--cases: {asked.cases!r} is in the names of {len(chosen)}; --plot draws one")
     print("Simulated: Llama-8B's shape on an H200. Seconds, share of the floor, preemptions\n")
-    print(f"{'':<34}" + "".join(f"{name:>26}" for name in asked.schedulers), flush=True)
+    columns = {"": "<32"}
+    for name in asked.schedulers:
+        columns |= {name: "9.2f", f"{name} share": f"{len(name) + 6}.1%", f"{name} preempted": f"{len(name) + 10},"}
+    table = common.Table(columns)
     for case in chosen:
         outcomes = {name: simulate(case, SCHEDULERS[name](), asked.budget) for name in asked.schedulers}
-        each = (f"{o.seconds:>11.2f}{o.share:>8.1%}{o.preemptions:>7,}" for o in outcomes.values())
-        print(f"{case.name:<34}" + "".join(each), flush=True)
+        row: dict[str, object] = {"": case.name}
+        for name, each in outcomes.items():
+            row |= {name: each.seconds, f"{name} share": each.share, f"{name} preempted": each.preemptions}
+        table.add(row)
     if asked.plot is not None:
         title = f"Simulated: {chosen[0].name}, {chosen[0].memory / 1e9:.0f} GB. {chosen[0].workload}"
         draw_steps({name: outcome.timeline for name, outcome in outcomes.items()}, asked.plot, title)

@@ -1,268 +1,258 @@
-"""The command: what is measured, and in which order."""
+"""The command: what is measured, in which order, and what is printed."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import platform
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+import transformers
 from transformers.utils import logging
 
-from ..pool.devices import gpus_from
-from . import json_output, printed_tables
-from .ablation import ablate, variants_of
-from .arguments import read_arguments
-from .contenders import Generate, GenerateBatch, Ours, best_batch_size
-from .device_time import device_time, device_time_table
-from .gpu_busy import GpuBusy, gpu_busy
-from .measuring import Floors, Measurement, Reads, agreement, is_greedy, measure
-from .model_alone import time_model_alone
-from .models import end_at_random, load_model
-from .on_gpus import OnGpus, load_on
-from .parameter_sweeps import sweep_degrees, sweep_steps_per_sync
-from .plot import plot
-from .plot_steps import draw_steps
-from .timing import free_memory
-from .workload import Mix, Workload
+from ..config import BatchConfig
+from . import __doc__ as about
+from .contenders import Measurement, Ours, best_batch_size, by_generate, by_generate_batch, machine_name, measure
+from .floor import Floor, NoFloorError, Shape, floor_of, measure_rates, with_shares
+from .workload import SHAPES, Tokens, Workload, load_model, words_of
 
-_PROMPTS_FOR_GENERATE_BATCH = 64  # on a GPU, where it may take half a second for each
-_PROFILED_NEW = 96  # new tokens: a profiler keeps a record of every kernel
+_DEFAULTS = {
+    "rfc": {"requests": 64, "degree": 16, "shared": 512, "own": 32, "new": 32},
+    "decode": {"requests": 256, "degree": 1, "shared": 0, "own": 128, "new": 512},
+    "sharegpt": {"requests": 256, "degree": 1, "shared": 0, "own": 2048, "new": 2048},
+    "mixed": {"requests": 400, "degree": 8, "shared": 2000, "own": 200, "new": 2048},
+}
+_EPILOG = """\
+workloads, with the values that hold unless you set others:
+  rfc       64 prompts, 16 to a prefix; 512 shared tokens, 32 own tokens and 32 new tokens each
+  decode    nothing shared, long answers: 256 prompts of 128 tokens, 512 new tokens each
+  sharegpt  lengths as in people's chats: 256 prompts of about 220 tokens, answers of about 200. --own and --new set the
+            longest (2,048). model.generate runs each batch to its longest answer
+  mixed     400 prompts, 8 to a prefix, of many lengths. --shared (2,000) and --own (200) are medians; --new (2,048) is
+            the longest answer, of which the median answer is a tenth
+
+  python -m hf_batchllm.bench --config tiny                             takes a minute on a laptop
+  python -m hf_batchllm.bench --config tiny --degrees 1,2,4,8 --floor   how much sharing brings
+"""
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_batchllm.bench") -> int:
-    asked = read_arguments(arguments, program)
-    device = asked.torch_device
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    dtype = getattr(torch, asked.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    asked = _read(arguments, program)
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    model = load_model(asked.model, asked.config or (None if asked.model else "tiny"), device, dtype)
-    if asked.stop_after:
-        end_at_random(model, asked.stop_after)
-    name, machine = _name(model), _machine(device)
-    print(f"{name}, {str(dtype).removeprefix('torch.')}, on {machine}")
-    work = _describe_work(asked)
-    print(f"{textwrap.fill(work, 118)}\n", flush=True)
-    if asked.profile or asked.ablation:
-        measure_all = _profile if asked.profile else _ablation
-    else:
-        measure_all = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
-    found = {**json_output.machine_figures(model, name, machine), "work": work, **measure_all(model, asked)}
+    model = load_model(asked.model, asked.config, asked.device, asked.dtype)
+    name = f"{type(model).__name__}, {sum(weight.numel() for weight in model.parameters()) / 1e6:,.0f}M weights"
+    figures: dict[str, Any] = {"model": name, "dtype": str(asked.dtype), "machine": machine_name(asked.device)}
+    figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    figures["work"] = "\n".join(map(str, asked.workloads))
+    print(f"{name}, {asked.dtype}, on {figures['machine']}\n{figures['work']}\n", flush=True)
+
+    ours, rows = Ours(model, asked.fields), []
+    for workload in asked.workloads:
+        name = "hf_batchllm" + (f", degree {workload.degree}" if len(asked.workloads) > 1 else "")
+        rows.append(measure(ours, model, Measurement(name, workload), asked.runs))
+    most = max(rows, key=lambda row: row.workload.requests)
+    floor, why_not = floor_for(model, most) if asked.floor else (None, "")
+    tried = _measure_rivals(model, asked, most.workload, rows)
+    for row in rows:
+        row.floor = floor(row.workload) if floor else None
+    theirs = next((row for row in rows if row.name.startswith("model.generate,") and not row.error), None)
+    same = _same_tokens(most, theirs, words_of(model)) if theirs else None
+
+    print(f"\n{table(rows, theirs)}\n")
+    if asked.floor:
+        print(floor_line(rows[0].floor) if rows[0].floor else f"no floor: {why_not}")
+    if same:
+        note = "" if asked.dtype == torch.float32 else " (below float32 they differ where the best logits almost tie)"
+        print(f"same tokens as model.generate: {same[0]} of {same[1]} prompts{note}")
+    if tried:
+        each = ", ".join(f"{size}: {speed:.2f}" for size, speed in tried.items())
+        print(f"model.generate, prompts/s by batch size: {each}")
+        if len(tried) > 1 and max(tried, key=tried.__getitem__) == max(tried):
+            print("The largest size tried is the best: try larger ones with --batch-sizes.")
+    print(f"\n{ours.report}")
     if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n")
-    if asked.plot:
-        plot(found, asked.plot)
+        figures |= {"contenders": [row.as_dict() for row in rows], "same_tokens": same}
+        figures["generate_prompts_per_second_by_batch_size"] = tried
+        figures |= {name: getattr(ours.report, name) for name in ("computed_tokens", "prompt_tokens", "steps")}
+        asked.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
-def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
-    """One workload: ours, the rivals, the model alone and the floor."""
-    (workload,) = asked.workloads
-    vocabulary = model.config.get_text_config().vocab_size
-    ours = Ours(model, asked.fields)
-    rows = [measure(ours, workload, workload.prompts(vocabulary), asked.runs)]
-    report, sizes = ours.report, ours.scheduler.sizes
-    if asked.trace and report is not None and report.timeline is not None:
-        where = f"{_name(model)}, {_machine(model.device)}"
-        draw_steps({ours.name: report.timeline}, asked.trace, f"{where}. {_describe_work(asked)}")
-    floors = Floors(model, rows[0]) if asked.floor else None
-    # Answers of many lengths mean steps of many sizes: timing each of them would take too long.
-    wanted = not asked.no_pieces and not isinstance(workload, Mix) and not asked.stop_after
-    alone = time_model_alone(model, sizes) if wanted else None
-    several = _measure_on_gpus(model, asked, workload, vocabulary, rows) if asked.gpus else None
-    tried = _measure_rivals(model, asked, workload, vocabulary, rows)
-    reads = None
-    if floors is not None and floors.shape is not None:
-        for row in rows:
-            row.floor = floors.of(row.workload)
-        reads = Reads.of(rows[0], floors.shape, sizes)
-    busy = _busy(ours, workload, vocabulary)
-    theirs = next((row for row in rows if row.name.startswith("model.generate,")), None)
-    same = agreement(rows[0], theirs, vocabulary) if is_greedy(model) else None
-
-    print(f"\n{printed_tables.contenders_table(rows)}")
-    if alone is not None:
-        print(f"\n{printed_tables.model_alone_lines(alone, rows[0])}")
-    if rows[0].floor is not None:
-        print(f"\n{printed_tables.floor_lines(rows[0].floor, rows[0])}")
-    elif floors is not None:
-        print(f"\nno floor: {floors.reason}")
-    if reads is not None:
-        print(f"\n{printed_tables.reads_line(reads)}")
-    if busy is not None:
-        print(printed_tables.busy_line(busy, min(_PROFILED_NEW, workload.new)))
-    if same is not None:
-        note = "" if model.dtype == torch.float32 else " (below float32 they differ where the best logits almost tie)"
-        print(f"\nsame tokens as model.generate: {same[0]} of {same[1]} prompts{note}")
-    if tried:
-        print(printed_tables.batch_sizes_tried(tried))
-    print(f"\n{report}")
-    if several is not None:
-        print(f"\n{several}")
-    assert report is not None
-    return json_output.contenders_figures(workload, rows, report, alone, same, tried, reads, busy)
-
-
-def _measure_on_gpus(
-    model: PreTrainedModel,
-    asked: argparse.Namespace,
-    workload: Workload | Mix,
-    vocabulary: int,
-    rows: list[Measurement],
-) -> str:
-    """Adds the pool's measurement to ``rows``. Gives what is to be said of it."""
-    dtype = next(model.parameters()).dtype
-    config = asked.config or (None if asked.model else "tiny")
-    load = partial(load_on, load_model, asked.model, config, dtype)
-    with _off_its_gpu(model), closing(OnGpus(model, load, gpus_from(asked.gpus), asked.fields)) as pool:
-        rows.append(measure(pool, workload, workload.prompts(vocabulary), asked.runs))
-        rows[-1].peak_bytes = 0 if pool.report is None else pool.report.device_memory
-    return f"{pool.name}, after {pool.start_seconds:.1f} s in which they were started:\n{pool.report}"
-
-
-@contextmanager
-def _off_its_gpu(model: PreTrainedModel) -> Iterator[None]:
-    """A process of the pool has that GPU to itself, as the one process had. A quantised model cannot be moved."""
-    home = model.device
-    if home.type == "cpu" or getattr(model, "hf_quantizer", None) is not None:
-        yield
-        return
-    nn.Module.to(model, torch.device("cpu"))
-    free_memory(home)
+def floor_for(model: Any, ran: Measurement) -> tuple[Callable[[Workload], Floor] | None, str]:
+    """The floor of any workload on this model and machine, or why there is none. Experts are counted in ``ran``."""
     try:
-        yield
-    finally:
-        nn.Module.to(model, home)
-
-
-def _busy(ours: Ours, workload: Workload | Mix, vocabulary: int) -> GpuBusy | None:
-    """One more run with fewer new tokens. It comes last, as a profiler may slow down the runs after it."""
-    if ours.model.device.type != "cuda":
-        return None
-    short = workload.cut_short(_PROFILED_NEW)
-    prompts = short.prompts(vocabulary)
-    free_memory(ours.model.device)
-    try:
-        return gpu_busy(
-            ours.model.device, lambda: ours.run(prompts, short.answers), lambda: ours.scheduler.prompts_until
-        )
-    except RuntimeError as error:  # out of memory, for example, if a rival has kept some: the other figures stand
-        print(f"how busy the GPU was could not be measured: {str(error).splitlines()[0]}")
-        return None
+        sizes = Shape.of(model)
+    except NoFloorError as error:
+        return None, str(error)
+    print("rates of the machine ...", end=" ", flush=True)
+    rates = measure_rates(model.device, model.dtype)
+    print(rates, flush=True)
+    if sizes.mixtures:
+        print("routing of the run ...", end=" ", flush=True)
+        try:
+            sizes = with_shares(sizes, model, ran.workload.prompts(words_of(model)), ran.tokens)
+            print(f"counted over {sizes.routed_tokens:,} tokens", flush=True)
+        except Exception as error:  # out of memory, for example: the other figures stand
+            print(f"{type(error).__name__}; experts are taken to be chosen equally often")
+    return lambda workload: floor_of(sizes, workload.groups, rates), ""
 
 
 def _measure_rivals(
-    model: PreTrainedModel,
-    asked: argparse.Namespace,
-    workload: Workload | Mix,
-    vocabulary: int,
-    rows: list[Measurement],
+    model: Any, asked: argparse.Namespace, workload: Workload, rows: list[Measurement]
 ) -> dict[int, float]:
     """Adds the rivals' measurements to ``rows``. Returns generate's prompts/s by batch size."""
-    runs = asked.rival_runs or asked.runs
-    tried: dict[int, float] = {}
+    several, cuda, tried = len(rows) > 1, model.device.type == "cuda", dict[int, float]()
     if "generate" in asked.rivals:
-        part = workload.first(asked.rival_requests or workload.requests)
-        prompts = part.prompts(vocabulary)
-        best, tried = best_batch_size(model, prompts, part.answers, asked.batch_sizes)
-        rows.append(measure(Generate(model, best, f"model.generate, batch {best}"), part, prompts, runs))
-    if "generate_batch" in asked.rivals:
-        most = _PROMPTS_FOR_GENERATE_BATCH if model.device.type == "cuda" else workload.requests
-        part = workload.first(asked.rival_requests or most)
-        orders = {"generate_batch, sorted": part.grouped(vocabulary)}
-        if not part.order_matters:
-            orders = {"generate_batch": part.prompts(vocabulary)}
-        elif isinstance(part, Workload) and part.shuffle:
-            orders = {"generate_batch, shuffled": part.prompts(vocabulary), **orders}
+        sizes = asked.batch_sizes or [1 << power for power in range(10 if cuda else 7)]
+        best, tried = best_batch_size(model, workload.first(asked.rival_requests or workload.requests), sizes)
+        part = workload.first(asked.rival_requests or (2 * best if several else workload.requests))
+        row = Measurement(f"model.generate, batch {best}", part)
+        rows.append(measure(partial(by_generate, model, best), model, row, asked.runs, rival=True))
+    if "generate_batch" in asked.rivals and not several:
+        part = workload.first(asked.rival_requests or (64 if cuda else workload.requests))  # up to half a second each
+        orders: dict[str, Tokens | None] = {"generate_batch": None}
+        if part.shared:
+            shuffled: dict[str, Tokens | None] = {"generate_batch, shuffled": None} if part.shuffle else {}
+            orders = {**shuffled, "generate_batch, sorted": part.grouped(words_of(model))}
         for name, prompts in orders.items():
-            rows.append(measure(GenerateBatch(model, name), part, prompts, runs))
+            run, row = partial(by_generate_batch, model), Measurement(name, part)
+            rows.append(measure(run, model, row, asked.runs, prompts=prompts, rival=True))
     return tried
 
 
-def _degrees(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
-    sweep = sweep_degrees(
-        model,
-        asked.fields,
-        asked.workloads,
-        runs=asked.runs,
-        floor=asked.floor,
-        batch_sizes=asked.batch_sizes if "generate" in asked.rivals else None,
-        rival_requests=asked.rival_requests,
-        rival_runs=asked.rival_runs or asked.runs,
-    )
-    print(f"\n{printed_tables.degrees_table(sweep)}")
-    if sweep.note:
-        print(f"no floor: {sweep.note}")
-    return json_output.degrees_figures(sweep)
+def _same_tokens(ours: Measurement, theirs: Measurement, words: int) -> tuple[int, int]:
+    """(prompts with the same tokens from both, prompts compared)."""
+    both = [dict(zip(map(tuple, row.workload.prompts(words)), row.tokens, strict=True)) for row in (ours, theirs)]
+    mine, others = both
+    return sum(mine[prompt] == answer for prompt, answer in others.items()), len(others)
 
 
-def _profile(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
-    """Each workload, after a warm-up, under a profiler. Nothing else is measured, as a profiler slows runs down."""
-    vocabulary = model.config.get_text_config().vocab_size
-    found = []
-    for workload in asked.workloads:
-        prompts = workload.prompts(vocabulary)
-        ours = Ours(model, asked.fields)
-        for answers in (workload.cut_short(2).answers, workload.answers):
-            ours.run(prompts, answers)
-        free_memory(model.device)
-        time = device_time(model.device, partial(ours.run, prompts, workload.answers))
-        print(f"\n{workload}")
-        print("the profiler recorded nothing of the device" if time is None else device_time_table(time))
-        print(ours.report, flush=True)
-        found.append({"workload": workload.as_dict(), "device_time": None if time is None else time.figures()})
-    return {"profiles": found}
+def table(rows: Sequence[Measurement], theirs: Measurement | None = None) -> str:
+    """``theirs``: the row with whose new tokens per second all are compared: prompts of rivals may be fewer."""
+    width = max(28, *(len(row.name) + 2 for row in rows))
+    head = f"{'':<{width}}{'prompts':>8}{'seconds':>10}{'prompts/s':>11}{'new tokens/s':>14}"
+    head += f"{'x generate':>11}" if theirs else ""
+    head += f"{'floor, prompts/s':>18}{'of it':>7}" if rows[0].floor else ""
+    lines = [head + (f"{'peak memory':>13}" if rows[0].peak_bytes else "")]
+    for row in rows:
+        line = f"{row.name:<{width}}{row.workload.requests:>8,}"
+        if row.error:
+            lines.append(f"{line}  failed: {row.error[:60]}")
+            continue
+        line += f"{row.seconds:>10.2f}{row.prompts_per_second:>11.2f}{row.new_tokens_per_second:>14,.0f}"
+        line += f"{row.new_tokens_per_second / theirs.new_tokens_per_second:>11.2f}" if theirs else ""
+        if row.floor:
+            line += f"{row.workload.requests / row.floor.seconds:>18.2f}{row.share_of_floor:>7.0%}"
+        lines.append(line + (f"{row.peak_bytes / 2**30:>9.1f} GiB" if row.peak_bytes else ""))
+    return "\n".join(lines)
 
 
-def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
-    (workload,) = asked.workloads
-    sweep = sweep_steps_per_sync(
-        model, asked.fields, workload, asked.steps_per_sync, runs=asked.runs, off_new=asked.off_new
-    )
-    print(f"\n{printed_tables.sync_table(sweep)}")
-    return json_output.sync_figures(sweep)
+def floor_line(floor: Floor) -> str:
+    text = f"floor of the first row, at {floor.rates}, measured in this run: {floor.seconds:.2f} s, of which products "
+    text += f"and prompts' attention {floor.products_seconds:.2f}, K and V that decode steps read "
+    text += f"{floor.kv_seconds:.2f}, waiting for weights {floor.weights_seconds:.2f}"
+    if floor.experts_met:
+        how = f"counted over {floor.routed_tokens:,} tokens" if floor.routed_tokens else "if all are met alike"
+        text += f"; a decode step meets {floor.experts_met:.1f} of {floor.experts} experts in a layer, {how}"
+    return textwrap.fill(text, 118)
 
 
-def _ablation(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
-    (workload,) = asked.workloads
-    variants = variants_of(asked.ablation, asked.max_running)
-    found = ablate(model, asked.fields, workload, variants, runs=asked.runs, floor=asked.floor)
-    print(f"\n{printed_tables.ablation_table(found)}")
-    return json_output.ablation_figures(found)
+def _positives(text: str) -> list[int]:
+    if not all(number.isdecimal() and int(number) for number in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, or several with commas")
+    return [int(number) for number in text.split(",")]
 
 
-def _describe_work(asked: argparse.Namespace) -> str:
-    one = asked.workloads[0]
-    if asked.degrees:
-        order = "shuffled" if one.shuffle else "sorted"
-        return (
-            f"groups of prompts, {order}: {one.shared:,} tokens shared by the prompts of a group, {one.own:,} of their "
-            f"own; {one.new:,} new tokens, EOS ignored"
-        )
-    if asked.stop_after:
-        return str(one).replace("EOS ignored", f"or fewer: one token in {asked.stop_after:,} ends an answer")
-    return str(one)
+_RIVALS = ("generate", "generate_batch")
+_NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {  # options: type, help
+    "--threads": (int, "torch's threads on a CPU"),
+    "--requests": (_positives, "prompts. Of several degrees: of each, or of the largest; others then take as long"),
+    "--degrees": (_positives, "prompts that share each prefix (also --degree); several with commas: a table"),
+    "--shared": (int, "tokens of each prefix"),
+    "--own": (int, "tokens of each prompt after its prefix"),
+    "--new": (int, "tokens to generate for each prompt"),
+    "--seed": (int, "of the prompts (default: 0)"),
+    "--runs": (int, "of each contender; the median counts (default: 3)"),
+    "--rival-requests": (int, "give the rivals only the first N prompts (default: all; 64 for generate_batch on "
+                         "a GPU; with several degrees two of generate's best batches)"),
+    "--batch-sizes": (_positives, "that generate is tried with (default: 1,2,4,...,64; on a GPU up to 512)"),
+}  # fmt: skip
 
 
-def _name(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__}, {sum(weight.numel() for weight in model.parameters()) / 1e6:,.0f}M weights"
+def _read(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
+    """The options, checked before any work. Adds ``workloads`` and ``fields`` (of BatchConfig), made from them."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(program, description=about, epilog=_EPILOG, formatter_class=raw)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="a folder or a name on the hub")
+    which.add_argument("--config", help=f"random weights (default: tiny): {', '.join(SHAPES)}, or a config.json")
+    parser.add_argument("--device", help="default: cuda if there is one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of BatchConfig")
+    parser.add_argument("--workload", choices=tuple(_DEFAULTS), default="rfc", help="default: %(default)s")
+    parser.add_argument("--sorted", action="store_true", help="pass the prompts in group by group, not shuffled")
+    parser.add_argument("--rivals", default=",".join(_RIVALS), help="default: %(default)s; or one of them, or none")
+    parser.add_argument("--floor", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    for flag, (kind, text) in _NUMBERS.items():
+        parser.add_argument(flag, type=kind, metavar="N", help=text)
+    asked = parser.parse_args(arguments)
+    try:
+        asked.device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        gpu, asked.runs = asked.device.type != "cpu", asked.runs or 3
+        asked.dtype = getattr(torch, asked.dtype or ("bfloat16" if gpu else "float32"))
+        asked.floor = gpu if asked.floor is None else asked.floor
+        asked.config = asked.config or (None if asked.model else "tiny")
+        if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
+            raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
+        asked.rivals = set(asked.rivals.split(","))
+        if unknown := asked.rivals - {*_RIVALS, "none"}:
+            raise ValueError(f"--rivals: {', '.join(unknown)} is not one of {', '.join(_RIVALS)}, none")
+        if asked.json and (asked.json.is_dir() or not asked.json.parent.is_dir()):
+            raise ValueError(f"--json {asked.json}: name a file in a folder that there is")
+        asked.workloads, asked.fields = _workloads(asked), {}
+        for name, equals, value in (text.partition("=") for text in asked.set):
+            if not equals:
+                raise ValueError(f"--set takes NAME=VALUE, not {name!r}")
+            asked.fields[name] = value
+            with contextlib.suppress(ValueError):
+                asked.fields[name] = json.loads(value)
+        BatchConfig.of(None, asked.fields)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    return asked
 
 
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+def _workloads(asked: argparse.Namespace) -> list[Workload]:
+    """One workload, or one for each degree."""
+    given = {name: value for name in ("shared", "own", "new", "seed") if (value := getattr(asked, name)) is not None}
+    if asked.workload == "sharegpt" and (asked.degrees or asked.sorted or "shared" in given):
+        raise ValueError("--workload sharegpt shares nothing: leave out --degree, --shared and --sorted")
+    values: dict[str, Any] = {**_DEFAULTS[asked.workload], **given, "shuffle": not asked.sorted}
+    values["kind"] = "rfc" if asked.workload == "decode" else asked.workload
+    degrees = asked.degrees or [values["degree"]]
+    counts = asked.requests or [values["requests"]]
+    if len(degrees) > 1 and asked.workload != "rfc":
+        raise ValueError(f"several degrees vary the rfc workload: leave out --workload {asked.workload}")
+    if len(counts) not in (1, len(degrees)):
+        raise ValueError(f"--requests has {len(counts)} numbers, and there are {len(degrees)} degrees")
+    made = [Workload(**{**values, "degree": degree, "requests": counts[0]}) for degree in degrees]
+    if len(counts) < len(degrees):  # so many that each takes about as long: at least one group
+        times = [each.shared / each.degree + each.own + each.new for each in made]
+        whole = counts[0] * times[degrees.index(max(degrees))]
+        pairs = zip(degrees, times, strict=True)
+        counts = [max(round(whole / time / degree), 1) * degree for degree, time in pairs]
+    return [replace(each, requests=count) for each, count in zip(made, counts, strict=True)]
 
 
 if __name__ == "__main__":

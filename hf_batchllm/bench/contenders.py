@@ -1,55 +1,23 @@
-"""The contenders: this library, ``model.generate`` at its best batch size, and ``model.generate_batch``.
-
-Each gets the prompts and the length of each answer. EOS is ignored, so every contender makes the same number of tokens
-for the same prompt.
-"""
+"""The contenders: this library, ``model.generate`` at its best batch size, and ``model.generate_batch``; their runs."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from ..engine.wiring import scheduler_for
 from ..generator import BatchGenerator
-from ..results.run_report import RunReport
-from .batch_sizes import fastest_batch_size
-from .recording_scheduler import RecordingScheduler
-from .timing import timed
+from .floor import Floor, free_memory, timed
+from .workload import Tokens, Workload, words_of
 
-Prompts = list[list[int]]
-Tokens = list[list[int]]
-Answers = int | Sequence[int]  # new tokens: one number for all prompts, or one for each
-_PAGE, _SPARE_PAGES = 64, 64  # tokens; pages of generate_batch's cache on a CPU
-_SLOWER = 1.02  # larger batch sizes are not tried once one is slower than the best by this factor
-
-
-@dataclass
-class Ours:
-    model: PreTrainedModel
-    fields: dict[str, Any] = field(default_factory=dict)  # of BatchConfig
-    name: str = "hf_batchllm"
-    report: RunReport | None = None
-
-    def __post_init__(self) -> None:
-        choice = self.fields.get("scheduler", "groups")
-        self.scheduler = RecordingScheduler(scheduler_for(choice, self.model.device))
-        self.fields = {**self.fields, "scheduler": self.scheduler}
-
-    def run(self, prompts: Prompts, answers: Answers) -> Tokens:
-        lengths = length_of_each(answers, prompts)
-        self.scheduler.answers = lengths if min(lengths) < max(lengths) else None
-        # A new generator each time, as a user who makes one call would pay. No tokenizer is looked for.
-        result = BatchGenerator(self.model, NoTokenizer(), **self.fields).generate(
-            prompts, max_new_tokens=max(lengths), progress=False
-        )
-        self.report = result.report
-        return result.token_ids
+Run = Callable[[Tokens, Sequence[int]], Tokens]  # prompts, and how many new tokens each gets -> new tokens
 
 
 class NoTokenizer:
@@ -63,130 +31,175 @@ class NoTokenizer:
 
 
 @dataclass
-class Generate:
-    """``model.generate`` in batches of prompts sorted by length, which serves it best.
+class Ours:
+    """This library, with a new generator for each run, as a user who makes one call would pay."""
 
-    A batch is as wide as its longest prompt, and runs as long as its longest answer takes.
+    model: Any
+    fields: dict[str, Any] = field(default_factory=dict)  # of BatchConfig
+    report: Any = None  # RunReport of the last run
+
+    def __call__(self, prompts: Tokens, answers: Sequence[int]) -> Tokens:
+        limits = {count: GenerationConfig(max_new_tokens=count) for count in set(answers)}
+        given = limits[answers[0]] if len(limits) == 1 else [limits[count] for count in answers]
+        result = BatchGenerator(self.model, NoTokenizer(), **self.fields).generate(prompts, given, progress=False)
+        self.report = result.report
+        return result.token_ids
+
+
+def by_generate(model: Any, size: int, prompts: Tokens, answers: Sequence[int]) -> Tokens:
+    """``model.generate`` over batches of prompts sorted by length, each as long as its longest prompt and answer."""
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+    tokens: Tokens = [[] for _ in prompts]
+    for begin in range(0, len(order), size):
+        places = order[begin : begin + size]
+        width = max(len(prompts[place]) for place in places)
+        pads = [[0] * (width - len(prompts[place])) for place in places]
+        rows = [pad + prompts[place] for pad, place in zip(pads, places, strict=True)]
+        ids, mask = (torch.tensor(x, device=model.device) for x in (rows, [p + [1] * (width - len(p)) for p in pads]))
+        most = max(answers[place] for place in places)
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most)
+        for place, row in zip(places, out[:, width:].tolist(), strict=True):
+            tokens[place] = row[: answers[place]]
+    return tokens
+
+
+def by_generate_batch(model: Any, prompts: Tokens, answers: Sequence[int]) -> Tokens:
+    """``model.generate_batch`` with its prefix cache on, which is its default; or its manager, with several lengths."""
+    config = GenerationConfig(max_new_tokens=max(answers), do_sample=False, eos_token_id=-1, pad_token_id=0)
+    given: dict[str, Any] = {"generation_config": config}
+    if model.device.type == "cpu":  # its own choice: most of the memory, and no prefix of less than 256 tokens
+        names = {each.name for each in fields(ContinuousBatchingConfig)}
+        page: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": 64}  # up to transformers 5.22
+        pages = 64 + sum(-(-(len(prompt) + max(answers)) // 64) for prompt in prompts)
+        given["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=512, **page)
+    if min(answers) == max(answers):
+        made = model.generate_batch(prompts, **given)
+    else:
+        made = {}
+        with model.continuous_batching_context_manager(**given, block=True, timeout=5) as running:
+            pairs = zip(prompts, answers, strict=True)
+            asked = [running.add_request(prompt, max_new_tokens=count) for prompt, count in pairs]
+            while len(made) < len(asked) and running.is_running():
+                result = running.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    made[result.request_id] = result
+        made = {name: made[name] for name in asked if name in made}
+    errors = {str(output.error) for output in made.values() if output.error}
+    if errors or len(made) != len(prompts):
+        raise RuntimeError("; ".join(sorted(errors)) or f"{len(prompts) - len(made)} prompts are missing")
+    return [list(output.generated_tokens) for output in made.values()]
+
+
+def fastest_batch_size(
+    name: str, sizes: Sequence[int], most: int, speed_of: Callable[[int], float], slower: float = 1.02
+) -> tuple[int, dict[int, float]]:
+    """The fastest size, ``most`` at most, and the speed of each size tried, from small to large.
+
+    The search ends once a size is slower than the best by the factor ``slower``, or fails, mostly for lack of memory.
     """
+    speeds: dict[int, float] = {}
+    for size in sorted({min(size, most) for size in sizes}):
+        try:
+            speeds[size] = speed_of(size)
+        except Exception as error:
+            if not speeds:
+                raise
+            print(f"{name}, batches of {size}: {type(error).__name__}")
+            break
+        print(f"{name}, batches of {size}: {speeds[size]:.2f}/s", flush=True)  # a long run may be cut off
+        if speeds[size] * slower < max(speeds.values()):
+            break
+    return max(speeds, key=speeds.__getitem__), speeds
 
-    model: PreTrainedModel
-    batch_size: int
-    name: str = "model.generate"
 
-    def run(self, prompts: Prompts, answers: Answers) -> Tokens:
-        lengths = length_of_each(answers, prompts)
-        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-        tokens: Tokens = [[] for _ in prompts]
-        for begin in range(0, len(order), self.batch_size):
-            places = order[begin : begin + self.batch_size]
-            rows = [prompts[place] for place in places]
-            width = max(map(len, rows))
-            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.model.device)
-            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
-            longest = max(lengths[place] for place in places)
-            generate: Any = self.model.generate
-            out = generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest)
-            for place, row in zip(places, out[:, width:].tolist(), strict=True):
-                tokens[place] = _cut_at_end(row[: lengths[place]], end_tokens(self.model))
-        return tokens
+def best_batch_size(model: Any, workload: Workload, sizes: Sequence[int]) -> tuple[int, dict[int, float]]:
+    """The size at which ``generate`` is fastest, from one batch of each; and the prompts/s of each size tried.
+
+    If answers differ in length, a prompt counts by its share of the tokens, and every size is tried.
+    """
+    prompts, answers = workload.prompts(words_of(model)), workload.answers
+
+    def speed_of(size: int) -> float:
+        run, few = partial(by_generate, model, size, prompts[:size]), answers[:size]
+        if model.device.type == "cuda":  # the first run of a size is always slow
+            run([min(2, count) for count in few])
+        return sum(few) / statistics.mean(answers) / timed(model.device, lambda: run(few))[0]
+
+    slower = 1.02 if min(answers) == max(answers) else math.inf
+    try:
+        return fastest_batch_size("model.generate", sizes, len(prompts), speed_of, slower)
+    except Exception:
+        return min(sizes), {}  # it fails again in the runs, which report it
 
 
 @dataclass
-class GenerateBatch:
-    """``model.generate_batch`` with its prefix cache on, which is its default."""
+class Measurement:
+    """The runs of a contender on a workload."""
 
-    model: PreTrainedModel
-    name: str = "model.generate_batch"
+    name: str
+    workload: Workload
+    processes: int = 1  # that ran it, each on a machine of its own as far as the floor goes
+    runs: list[float] = field(default_factory=list)  # seconds of each run
+    made: list[int] = field(default_factory=list)  # new tokens of each run
+    tokens: Tokens = field(default_factory=list)  # of the last run
+    error: str = ""
+    peak_bytes: int = 0  # of the device, weights included; 0 on a CPU, where PyTorch does not count
+    floor: Floor | None = None
 
-    def run(self, prompts: Prompts, answers: Answers) -> Tokens:
-        lengths = length_of_each(answers, prompts)
-        config = copy.deepcopy(self.model.generation_config)
-        config.update(max_new_tokens=max(lengths), eos_token_id=end_tokens(self.model) or -1, pad_token_id=0)
-        batching = self._batching_config(prompts, max(lengths))
-        if min(lengths) == max(lengths):
-            generate_batch: Any = self.model.generate_batch
-            outputs = generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
-            found = list(outputs.values())
-        else:
-            found = self._with_limits(prompts, lengths, config, batching)
-        errors = {str(output.error) for output in found if output.error}
-        if errors or len(found) != len(prompts):
-            raise RuntimeError("; ".join(sorted(errors)) or f"{len(prompts) - len(found)} prompts are missing")
-        return [list(output.generated_tokens) for output in found]
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.runs)
 
-    def _with_limits(
-        self,
-        prompts: Prompts,
-        lengths: Sequence[int],
-        config: GenerationConfig,
-        batching: ContinuousBatchingConfig | None,
-    ) -> list[Any]:
-        """What ``generate_batch`` does, with a limit of its own for each prompt."""
-        make_manager: Any = self.model.continuous_batching_context_manager
-        manager = make_manager(generation_config=config, continuous_batching_config=batching, block=True, timeout=5)
-        found: dict[str, Any] = {}
-        with manager as running:
-            names = [
-                running.add_request(prompt, max_new_tokens=length)
-                for prompt, length in zip(prompts, lengths, strict=True)
-            ]
-            while len(found) < len(names):
-                result = running.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    found[result.request_id] = result
-                elif result is None and not running.is_running():
-                    break
-        return [found[name] for name in names if name in found]
+    @property
+    def prompts_per_second(self) -> float:
+        return self.workload.requests / self.seconds
 
-    def _batching_config(self, prompts: Prompts, new_tokens: int) -> ContinuousBatchingConfig | None:
-        """None on a GPU: its own choice. On a CPU, a config that serves it better.
+    @property
+    def new_tokens_per_second(self) -> float:
+        return statistics.median(made / seconds for made, seconds in zip(self.made, self.runs, strict=True))
 
-        Its own choice on a CPU is to fill most of the memory with zeros, to warm up with 8,192 tokens, and to share no
-        prefix of less than 256.
-        """
-        if self.model.device.type != "cpu":
-            return None
-        pages = sum(-(-(len(prompt) + new_tokens) // _PAGE) for prompt in prompts)
-        names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-        size = "page_size" if "page_size" in names else "block_size"  # the latter up to transformers 5.22
-        page_size: dict[str, Any] = {size: _PAGE}
-        return ContinuousBatchingConfig(num_blocks=pages + _SPARE_PAGES, max_batch_tokens=512, **page_size)
+    @property
+    def share_of_floor(self) -> float | None:
+        return self.floor.seconds / self.processes / self.seconds if self.floor else None
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {"name": self.name, "requests": self.workload.requests, "workload": asdict(self.workload)}
+        if self.error:
+            return found | {"error": self.error}
+        names = ("runs", "seconds", "prompts_per_second", "new_tokens_per_second", "share_of_floor", "peak_bytes")
+        floor = self.floor.as_dict() if self.floor else None
+        return found | {name: getattr(self, name) for name in names} | {"floor": floor}
 
 
-def length_of_each(answers: Answers, prompts: Prompts) -> Sequence[int]:
-    return [answers] * len(prompts) if isinstance(answers, int) else answers
-
-
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """The tokens that end an answer: none, unless --stop-after is given."""
-    return list(model.generation_config.eos_token_id or [])
-
-
-def _cut_at_end(row: list[int], ends: list[int]) -> list[int]:
-    known = set(ends)
-    return next((row[: place + 1] for place, token in enumerate(row) if token in known), row)
-
-
-def best_batch_size(
-    model: PreTrainedModel, prompts: Prompts, answers: Answers, sizes: list[int]
-) -> tuple[int, dict[int, float]]:
-    """The batch size at which ``generate`` is fastest, from one batch of each; and the prompts/s of each size tried.
-
-    On a GPU the first run of a size is always slow: there it runs over a few tokens first.
-    If answers differ in length, a prompt counts by its share of the tokens, and every size is tried: the batches hold
-    different work.
-    """
-    lengths = length_of_each(answers, prompts)
-    mean, equal = sum(lengths) / len(lengths), min(lengths) == max(lengths)
-
-    def speed_of(size: int) -> float:
-        batch = Generate(model, size)
-        if model.device.type == "cuda":
-            batch.run(prompts[:size], [min(2, length) for length in lengths[:size]])
-        seconds, _ = timed(model.device, lambda: batch.run(prompts[:size], lengths[:size]))
-        return sum(lengths[:size]) / mean / seconds
-
+def measure(
+    run: Run, model: Any, row: Measurement, runs: int, *, prompts: Tokens | None = None, rival: bool = False
+) -> Measurement:
+    """Adds several runs to ``row``, after one over a few prompts that compiles kernels. A rival may fail."""
+    cuda, workload = model.device.type == "cuda", row.workload
+    prompts, answers = prompts or workload.prompts(words_of(model)), workload.answers
+    few, new = (32 * row.processes, 32) if cuda and not rival else (2 * row.processes, 2)
+    print(f"{row.name} ...", end=" ", flush=True)
+    free_memory(model.device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(model.device)
     try:
-        return fastest_batch_size("model.generate", sizes, len(prompts), speed_of, slower=_SLOWER if equal else None)
-    except Exception:
-        return min(sizes), {}  # it fails again in the runs, which report it
+        run(prompts[:few], [min(new, count) for count in answers[:few]])
+        for _ in range(runs):
+            torch.manual_seed(0)  # a contender that draws its tokens draws the same ones each time
+            seconds, row.tokens = timed(model.device, partial(run, prompts, answers))
+            row.runs.append(seconds)
+            row.made.append(sum(map(len, row.tokens)))
+            print(f"{seconds:.2f} s", end=" ", flush=True)
+    except Exception as error:
+        if not rival:
+            raise
+        row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        print(row.error[:100], end="")
+    print(flush=True)
+    row.peak_bytes = torch.cuda.max_memory_allocated(model.device) if cuda else 0
+    return row
+
+
+def machine_name(device: torch.device) -> str:
+    on_cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu

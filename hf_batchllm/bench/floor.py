@@ -1,75 +1,139 @@
 """The floor: the least time that a run can take, from what it must compute and read and from two rates of the machine.
 
-Computed at the rate of large matrix products: the products of all prompt tokens that differ, of all decode rows and
-of the LM head, and the prompts' attention. Read at the rate of a large copy: the K and V of each decode step, a
-shared prefix once for its group. Layers that carry a state read and write it for each decode token, and where a
-prompt ends. Reading the weights costs nothing where decode rows run in one step with prompts. If nothing is shared,
-prompts come first and decode steps run alone: each then takes at least as long as reading the weights. Prompts take
-at least as long as reading the weights once, and a run with shared prefixes at least as long as reading them once for
-the prompts and once for each further token of the longest answer.
+Computed at the rate of large matrix products: those of all prompt tokens that differ, of all decode rows and of the LM
+head, and the prompts' attention. Read at the rate of a large copy: K and V of each decode step, a shared prefix once
+for its group; states, for each decode token and where a prompt ends; and weights, where reading them takes longer than
+the products. If nothing is shared, prompts come first, and this is asked of each decode step; otherwise of the whole
+run, with one step for the prompts and one for each further token of the longest answer. Norms, rope, activations and
+launches are not part of it.
 
-A mixture of experts differs in two ways. A token is multiplied by the matrices that all tokens meet (attention, router,
-shared experts, dense layers) and by those of the few experts that are chosen for it. And a step reads the weights that
-all tokens meet and those of each expert that is met by one of its rows at least. With a share p of all tokens choosing
-an expert, r rows all pass it by with probability (1 - p)^r; so the step meets as many experts as 1 - (1 - p)^r adds up
-to over a layer's experts. The shares are counted layer by layer over tokens of the run (``routing_shares.py``). Tokens
-of one answer resemble each other more than those of several answers, so a step meets a few experts more than that: the
-floor is too low rather than too high. Where nothing can be counted, each expert gets as many tokens as any other.
-
-Not part of the floor, but shown beside it: what the small operations of a layer read and write even when fused.
+A step of a mixture of experts reads the weights that all tokens meet, and those of each expert that a row chooses. With
+a share p of all tokens choosing an expert, r rows all pass it by with probability (1 - p)^r. Shares are counted over
+tokens of the run. Answers' tokens resemble each other, so real steps meet somewhat more: the floor is rather too low.
 """
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..model.architecture import inspect_model
 from ..model.state_layers import ATTENDING, BOTH
-from .machine_rates import Rates
-from .matrices import Matrices, Mixture, NoFloorError, matrices_of
+from ..patches.fusable_experts import mixtures
+from ..patches.state_functions import mixers
 from .workload import PromptGroup
 
-# Values that pass through memory for each token and layer, as multiples of a width. Twice a layer a norm reads a
-# sublayer's output and the residual and writes both the sum and its norm; rope reads q, k and v and writes them (k and
-# v to the cache); an activation reads gate and up and writes one.
-_NORMS, _ROPE, _GATED_MLP, _PLAIN_MLP = 8, 2, 3, 2
+T = TypeVar("T")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees what earlier runs have left in memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    synchronize(device)
+
+
+def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that ``work`` takes, with memory freed beforehand, and what it returns."""
+    free_memory(device)
+    began = time.perf_counter()
+    value = work()
+    synchronize(device)
+    return time.perf_counter() - began, value
+
+
+@dataclass(frozen=True)
+class Rates:
+    operations: float  # per second, of large matrix products back to back
+    copy: float  # bytes read and written per second, by a large copy
+
+    def __str__(self) -> str:
+        tera = (
+            f"{rate / 1e12:,.0f}" if rate >= 1e14 else f"{rate / 1e12:.3g}" for rate in (self.operations, self.copy)
+        )
+        return "{} TFLOP/s and {} TB/s".format(*tera)
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Both rates. A GPU slows down once its power budget is spent: that rate counts, hence the warm-up."""
+    on_gpu = device.type == "cuda"
+    (rows, narrow, wide), seconds, count = ((4096, 4096, 14336), 2.0, 50) if on_gpu else ((512, 1024, 2816), 0.3, 1)
+    inputs = torch.randn(rows, narrow, device=device, dtype=dtype)
+    there = torch.randn(narrow, wide, device=device, dtype=dtype) / narrow**0.5
+    back = torch.randn(wide, narrow, device=device, dtype=dtype) / wide**0.5
+    operations = 0.0
+    for _ in ("warm-up", "measured"):
+        done, began = 0, time.perf_counter()
+        while (taken := time.perf_counter() - began) < seconds or not done:
+            for _ in range(count):
+                (inputs @ there) @ back
+            synchronize(device)
+            done += count
+        operations = done * 4 * rows * narrow * wide / taken
+    del inputs, there, back
+    return Rates(operations, copy_rate(device))
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read and written per second by a large copy."""
+    size = min(1 << 31, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 1 << 27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = source.clone()
+    seconds, _ = timed(device, lambda: [target.copy_(source) for _ in range(10)])
+    return 10 * 2 * size / seconds
+
+
+class NoFloorError(ValueError):
+    """The floor's arithmetic does not hold for this model."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer."""
+
+    experts: int
+    top: int  # experts that a token meets
+    weights: int  # of the matrices of one expert
+    shares: tuple[float, ...] = ()  # [experts]  of the tokens that meet each; empty: all alike
+
+    def met(self, rows: np.ndarray) -> np.ndarray:  # [steps] -> [steps]
+        """How many experts steps of so many rows meet, on average: all but those that every row passes by."""
+        shares = np.array(self.shares or (self.top / self.experts,) * self.experts)
+        sizes, which = np.unique(rows, return_inverse=True)
+        passed_by = np.power(1 - np.minimum(shares, 1)[None], sizes[:, None])  # [sizes, experts]
+        return np.asarray((1 - passed_by).sum(1)[which])
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a model that the floor needs."""
 
-    hidden: int
     heads: int
     head_dim: int
-    vocabulary: int
+    head_weights: int  # of the LM head
     linear_weights: int  # of all layers, without embedding, LM head and experts
     kv_bytes: int  # of a token, over all layers that read them
     windows: tuple[int | None, ...]  # [layers]  keys that each layer sees; None: all
-    query_key_value: int  # values of a token's q, k and v in a layer
-    mlp_width: int
-    gated: bool
     value_bytes: int = 2
     mixtures: tuple[Mixture, ...] = ()  # of the layers that have one
     routed_tokens: int = 0  # of the run, over which their shares were counted; 0: all experts are taken to be alike
     state_bytes: int = 0  # that a sequence carries from token to token, in layers that do
-    layers_in_all: int = 0  # those that attend and those that do not; 0: all attend
-
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def head_weights(self) -> int:
-        return self.hidden * self.vocabulary
 
     @property
     def met_weights(self) -> int:
@@ -89,141 +153,172 @@ class Shape:
         met = sum(n * each.met(rows).mean() for each, n in Counter(self.mixtures).items())
         return float(met / len(self.mixtures))
 
-    @property
-    def elementwise_bytes(self) -> int:
-        """Bytes that a token's small operations read and write, over all layers.
-
-        An expert's activation is part of its products. The sum of a token's experts reads each result and writes one.
-        """
-        gated = _GATED_MLP if self.gated else _PLAIN_MLP
-        layers = self.layers_in_all or self.layers
-        values = _NORMS * self.hidden * layers + _ROPE * self.query_key_value * self.layers
-        values += gated * self.mlp_width * (layers - len(self.mixtures))
-        values += sum((each.top + 1) * self.hidden + gated * each.shared_width for each in self.mixtures)
-        return values * self.value_bytes
-
     @classmethod
-    def of(cls, model: PreTrainedModel, matrices: Matrices | None = None) -> Shape:
-        config = model.config.get_text_config(decoder=True)
-        head = model.get_output_embeddings()
-        matrices = matrices or matrices_of(model)
-        if matrices.why_not_known:
-            raise NoFloorError(matrices.why_not_known)
-        architecture = inspect_model(model)
-        if not architecture.attention:
+    def of(cls, model: Any) -> Shape:
+        config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+        always, experts = _matrices(model)
+        found = inspect_model(model)
+        if not found.attention:
             raise NoFloorError("it has no layer that attends")
-        values = sum(shape.kv_values for shape in architecture.attention)  # each layer reads them, shared or not
-        heads = architecture.attention[0].heads
-        # Of queries and values, which may differ, and over layers, which may differ as well.
-        widths = sum(shape.heads * (shape.qk_dim + shape.v_dim) for shape in architecture.attention)
-        head_dim = widths // (2 * heads * architecture.layers)
-        inner = getattr(config, "n_inner", None) or 4 * config.hidden_size
+        heads = found.attention[0].heads  # queries and values may differ in width, and layers as well
+        widths = sum(each.heads * (each.qk_dim + each.v_dim) for each in found.attention)
+        window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        windows = [window if getattr(config, "use_sliding_window", True) else None] * found.layers
+        if kinds:
+            attend = [kind for kind in kinds if kind in ATTENDING | BOTH]
+            windows = [window if kind == "sliding_attention" else None for kind in attend]
         return cls(
-            hidden=config.hidden_size,
             heads=heads,
-            head_dim=head_dim,
-            vocabulary=head.weight.shape[0],
-            linear_weights=sum(_numbers(module) for module in matrices.linear) + matrices.routers,
-            kv_bytes=values * model.dtype.itemsize,
-            windows=_windows(config, architecture.layers),
-            query_key_value=heads * head_dim + values // architecture.layers,
-            mlp_width=getattr(config, "intermediate_size", None) or inner,
-            gated=any("gate" in name.rpartition(".")[2] for name, _ in model.named_modules()),
+            head_dim=widths // (2 * heads * found.layers),
+            head_weights=config.hidden_size * head.weight.shape[0],
+            linear_weights=always,
+            kv_bytes=sum(each.kv_values for each in found.attention) * model.dtype.itemsize,
+            windows=tuple(windows),
             value_bytes=model.dtype.itemsize,
-            mixtures=tuple(mixture for _, mixture in matrices.mixtures),
-            state_bytes=architecture.slot_bytes,
-            layers_in_all=config.num_hidden_layers if architecture.states else 0,
+            mixtures=tuple(experts.values()),
+            state_bytes=found.slot_bytes,
         )
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a run must compute and read."""
+def _matrices(model: Any) -> tuple[int, dict[nn.Module, Mixture]]:
+    """Weights that every token is multiplied by, without the LM head; and experts, by the module that is called."""
+    head, named = model.get_output_embeddings(), dict(model.named_modules())
+    lists = [
+        each for name, each in named.items() if isinstance(each, nn.ModuleList) and "expert" in name.rpartition(".")[2]
+    ]
+    apart = {id(head), *(id(inner) for each in lists for inner in each.modules())}  # experts as modules of their own
+    linear = [each for each in named.values() if isinstance(each, nn.Linear | Conv1D) and id(each) not in apart]
+    # Short convolutions and the rates of a scan multiply each value a few times: next to nothing beside products.
+    small = [each.weight for each in named.values() if isinstance(each, nn.Embedding | nn.Conv1d)]
+    small += [each.A_log for _, each, _ in mixers(model) if hasattr(each, "A_log")]
+    known = {id(weight) for weight in [head.weight, *small, *(each.weight for each in linear)]}
+    always, found = sum(each.weight.numel() for each in linear), {}
+    config = model.config.get_text_config(decoder=True)
+    tops = [getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")]
+    for each in mixtures(model):
+        matrices = [weight for weight in each.module.parameters() if weight.ndim == 3]
+        routers = [int(router.rule(module).top) for _, module, router in each.routers]
+        top = next((top for top in [*routers, *tops] if isinstance(top, int)), None)
+        if not matrices or top is None:
+            continue
+        experts = len(matrices[0])
+        known |= {id(weight) for weight in each.module.parameters()}
+        for child in each.parent.children():
+            for weight in child.parameters() if child is not each.module else ():
+                # A router's own matrix; or its biases as a matrix of one row.
+                if weight.ndim == 2 and id(weight) not in known and len(weight) in (experts, 1):
+                    known.add(id(weight))
+                    always += weight.numel() if len(weight) == experts else 0
+        found[each.module] = Mixture(experts, top, sum(weight.numel() for weight in matrices) // experts)
+    if any(id(weight) not in known for weight in model.parameters() if weight.ndim > 1):
+        raise NoFloorError(
+            "not every token meets all of its matrices, and which ones it meets cannot be told: a mixture of experts "
+            "that is not held as transformers holds it, or matrices that are no linear layers"
+        )
+    return always, found
 
-    prompt_tokens: int  # that differ
-    decode_tokens: int
-    operations: float  # of products and of the prompts' attention
-    kv_bytes: float  # that decode steps read, each shared prefix once for its group; and states, read and written
-    waiting: float  # seconds by which reading the weights exceeds the products
-    elementwise_bytes: float
-    experts_met: float = 0.0  # of a layer by a decode step, on average
+
+@torch.no_grad()
+def with_shares(shape: Shape, model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Shape:
+    """``shape`` with the share of all tokens that each expert gets, counted over some of the prompts and answers.
+
+    The model's own code runs, one sequence at a time. Tokens of answers count, as it is decode steps in which few rows
+    meet few experts; those of prompts where no answer has a second token.
+    """
+    modules = list(_matrices(model)[1])
+    counts = [torch.zeros(each.experts, dtype=torch.int64, device=model.device) for each in shape.mixtures]
+    seen, first = [0] * len(modules), 0
+
+    def count(nth: int, module: nn.Module, given: tuple[Any, ...]) -> None:
+        chosen = given[1][first:]  # [tokens, top]
+        counts[nth] += torch.bincount(chosen.flatten().long(), minlength=len(counts[nth]))[: len(counts[nth])]
+        seen[nth] += len(chosen)
+
+    hooks = [module.register_forward_pre_hook(partial(count, nth)) for nth, module in enumerate(modules)]
+    left = 1 << 17 if model.device.type == "cuda" else 1 << 13  # tokens; and 128 sequences, from all over the list
+    places = np.linspace(0, len(prompts) - 1, min(len(prompts), 128)).astype(int)
+    try:
+        for nth, place in enumerate(np.random.default_rng(0).permutation(places)):
+            prompt, read = prompts[place], answers[place][:-1]  # the last token is never read
+            left -= len(prompt) + len(answers[place])
+            if nth and left < 0:
+                break
+            first = len(prompt) if read else 0
+            model.get_decoder()(input_ids=torch.tensor([[*prompt, *read]], device=model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not modules or not all(seen):
+        return shape
+    shares = [tuple((found.cpu().numpy() / many).tolist()) for found, many in zip(counts, seen, strict=True)]
+    known = (replace(each, shares=share) for each, share in zip(shape.mixtures, shares, strict=True))
+    return replace(shape, mixtures=tuple(known), routed_tokens=min(seen))
 
 
 @dataclass(frozen=True)
 class Floor:
-    needs: Needs
+    """The least time that a run can take, and what it must compute and read."""
+
     rates: Rates
-    alone: bool  # whether decode steps run without prompts
-    experts: int = 0  # of a layer
-    routed_tokens: int = 0  # over which the share of each was counted
+    prompt_tokens: int  # that differ
+    decode_tokens: int
+    operations: float  # of products and of the prompts' attention
+    kv_bytes: float  # that decode steps read, each shared prefix once for its group; and states, read and written
+    weights_seconds: float  # by which reading the weights exceeds the products
+    decode_steps_alone: bool  # whether decode steps run without prompts
+    experts_met: float  # of a layer by a decode step, on average
+    experts: int  # of a layer
+    routed_tokens: int  # over which the share of each was counted
 
     @property
-    def products(self) -> float:
-        return self.needs.operations / self.rates.operations
+    def products_seconds(self) -> float:
+        return self.operations / self.rates.operations
 
     @property
-    def keys(self) -> float:
-        return self.needs.kv_bytes / self.rates.copy
-
-    @property
-    def weights(self) -> float:
-        return self.needs.waiting
+    def kv_seconds(self) -> float:
+        return self.kv_bytes / self.rates.copy
 
     @property
     def seconds(self) -> float:
-        return self.products + self.keys + self.weights
+        return self.products_seconds + self.kv_seconds + self.weights_seconds
 
-    @property
-    def elementwise(self) -> float:
-        return self.needs.elementwise_bytes / self.rates.copy
+    def as_dict(self) -> dict[str, Any]:
+        rates = {"operations_per_second": self.rates.operations, "copy_bytes_per_second": self.rates.copy}
+        named = {name: getattr(self, name) for name in ("seconds", "products_seconds", "kv_seconds")}
+        return {**named, **rates, **{name: value for name, value in asdict(self).items() if name != "rates"}}
 
 
 def floor_of(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Floor:
-    alone = not any(group.shared for group in groups)
-    most = max((mixture.experts for mixture in shape.mixtures), default=0)
-    return Floor(_needs(shape, groups, rates, alone), rates, alone, most, shape.routed_tokens)
-
-
-def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates, alone: bool) -> Needs:
     linear, head = 2 * shape.met_weights, 2 * shape.head_weights  # operations of a token
-    per_pair = 4 * shape.heads * shape.head_dim
-    layer_bytes = shape.kv_bytes / shape.layers
-    prompt_tokens = samples = 0
+    alone, layers = not any(group.shared for group in groups), Counter(shape.windows)
     attention = kv = 0.0
     for group in groups:
-        own, new = np.asarray(group.own, dtype=float), np.asarray(group.new, dtype=float)
-        prompt_tokens += group.shared + int(own.sum())
-        samples += len(own)
-        steps = new - 1  # the first token comes with the prompt
-        for window, layers in _counted(shape.windows):
-            pairs = _seen(group.shared, 0, window) + sum(_seen(count, group.shared, window) for count in own)
-            attention += layers * per_pair * pairs
+        own, steps = np.asarray(group.own, dtype=float), np.asarray(group.new, dtype=float) - 1
+        for window, count in layers.items():
+            pairs = _seen(group.shared, 0, window) + sum(_seen(each, group.shared, window) for each in own)
+            attention += count * (4 * shape.heads * shape.head_dim) * pairs
+            # The first token comes with the prompt.
             keys = sum(_seen(s, o, window) + s / 2 for s, o in zip(steps, own, strict=True))
             # The prefix is read while any member runs, as far back as the member with the fewest own tokens sees.
             longest, least = steps.max(), own.min()
             keys += _seen(longest, group.shared + least, window) - _seen(longest, least, window)
-            kv += layers * layer_bytes * keys
-    # A state is read and written for each token by itself; and left where a prompt ends, and read where one goes on.
-    left_and_read = sum(2 * len(group.new) + 1 if group.shared else len(group.new) for group in groups)
+            kv += count * (shape.kv_bytes / len(shape.windows)) * keys
+    prompt_tokens = sum(group.shared + sum(group.own) for group in groups)
     counts = np.concatenate([np.asarray(group.new) for group in groups]) - 1
     rows = np.array([(counts > step).sum() for step in range(counts.max(initial=0))])  # [steps]
     decode_tokens = int(counts.sum())
+    # A state is read and written for each token by itself; and left where a prompt ends, and read where one goes on.
+    left_and_read = sum(2 * len(group.new) + 1 if group.shared else len(group.new) for group in groups)
     kv += shape.state_bytes * (2 * decode_tokens + left_and_read)
-    of_prompts = linear * prompt_tokens + attention + head * samples
-    operations = of_prompts + (linear + head) * decode_tokens
+    of_prompts = linear * prompt_tokens + attention + head * len(counts)
     # The fewest steps: all prompts in one, then one for each further token of the longest answer.
     reads = shape.step_bytes(np.array([prompt_tokens, *rows])) / rates.copy
     computes = np.array([of_prompts, *rows * (linear + head)]) / rates.operations
     short = reads - computes if alone else (reads.sum() - computes.sum())[None]
-    return Needs(
-        prompt_tokens=prompt_tokens,
-        decode_tokens=decode_tokens,
-        operations=operations,
-        kv_bytes=kv,
-        waiting=float(np.maximum(short, 0).sum()),
-        elementwise_bytes=float(shape.elementwise_bytes) * (prompt_tokens + decode_tokens),
-        experts_met=shape.experts_met(rows),
-    )
+    operations, waiting = of_prompts + (linear + head) * decode_tokens, float(np.maximum(short, 0).sum())
+    most = max((mixture.experts for mixture in shape.mixtures), default=0)
+    met = shape.experts_met(rows)
+    return Floor(rates, prompt_tokens, decode_tokens, operations, kv, waiting, alone, met, most, shape.routed_tokens)
 
 
 def _seen(queries: float, before: float, window: int | None) -> float:
@@ -232,22 +327,3 @@ def _seen(queries: float, before: float, window: int | None) -> float:
         return queries * before + queries * queries / 2
     growing = max(window - before, 0)
     return growing * before + growing * growing / 2 + (queries - growing) * window
-
-
-def _numbers(module: nn.Module) -> int:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.numel()
-
-
-def _counted(windows: Sequence[int | None]) -> list[tuple[int | None, int]]:
-    return [(window, windows.count(window)) for window in dict.fromkeys(windows)]
-
-
-def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        attend = [kind for kind in kinds if kind in ATTENDING | BOTH]
-        return tuple(window if kind == "sliding_attention" else None for kind in attend)
-    return (window if getattr(config, "use_sliding_window", True) else None,) * layers

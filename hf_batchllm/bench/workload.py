@@ -1,23 +1,73 @@
-"""Workloads: prompts that share prefixes (vLLM's RFC #12080), lengths mixed as in ShareGPT, or both."""
+"""The model and the prompts: shapes of well-known models, and lists that share prefixes, or whose lengths are mixed."""
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-# Log-normal: median, and the spread of the logarithm. Clipped to 2,048 their means are about 220 and 200 tokens, as in
-# the samples of ShareGPT that benchmarks of serving engines use. The spreads are this benchmark's own choice.
-_PROMPT_LENGTH = 100, 1.3
-_ANSWER_LENGTH = 112, 1.1
-_SHORTEST = 4
-_LONGEST = 2048
-# Of groups with mixed lengths: the spreads of the logarithm between groups and, of what is each prompt's own, within
-# one. Together they spread answers as above; the median answer is a tenth of the longest.
-_PREFIX_SPREAD, _OWN_SPREADS, _ANSWER_SPREADS = 0.5, (0.5, 0.5), (0.8, 0.8)
-_SHORTEST_ANSWER, _MEDIAN_OF_LONGEST = 10, 10
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+Tokens = list[list[int]]  # of each prompt, or of each answer
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "max_position_embeddings")
+
+
+def shape(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """The fields of a config. ``sizes``: in the order of _SIZES."""
+    return {"model_type": model_type, **dict(zip(_SIZES, sizes, strict=True)), **more}
+
+
+SHAPES = {
+    "tiny": shape("llama", 4096, 128, 512, 4, 4, 2, 32768),
+    "llama-8b": shape("llama", 128256, 4096, 14336, 32, 32, 8, 131072, head_dim=128, rope_theta=5e5),
+    "qwen3-8b": shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128, rope_theta=1e6),
+    "qwen3-0.6b": shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 40960, head_dim=128, rope_theta=1e6,
+                        tie_word_embeddings=True),
+    "qwen3-30b-a3b": shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, rope_theta=1e6,
+                           moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+    "gpt-oss-20b": shape("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 131072, head_dim=64, sliding_window=128,
+                         num_local_experts=32, num_experts_per_tok=4),
+    "mixtral-8x7b": shape("mixtral", 32000, 4096, 14336, 32, 32, 8, 32768, head_dim=128, rope_theta=1e6,
+                          num_local_experts=8, num_experts_per_tok=2),
+    "qwen3.5-9b": shape("qwen3_5_text", 248320, 4096, 12288, 32, 16, 4, 262144, head_dim=256, linear_num_key_heads=16,
+                        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+                        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8),
+    "granite-4-h-small": shape("granitemoehybrid", 100352, 4096, 768, 40, 32, 8, 131072, num_local_experts=72,
+                               num_experts_per_tok=10, shared_intermediate_size=1536, mamba_n_heads=128,
+                               mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_expand=2,
+                               layer_types=([*["linear_attention"] * 5, "full_attention"]
+                                            + ["linear_attention"] * 4) * 4, tie_word_embeddings=True),
+}  # fmt: skip
+
+
+def load_model(model: str | None, config: str | None, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """``model``: a folder or a name on the hub. ``config``: one of SHAPES or a config.json, with random weights."""
+    auto: Any = AutoModelForCausalLM
+    if model is not None:
+        loaded: PreTrainedModel = auto.from_pretrained(model, dtype=dtype).to(device)
+    else:
+        if config is None or (config not in SHAPES and not Path(config).exists()):
+            raise ValueError(f"--config {config!r} is neither one of {', '.join(SHAPES)} nor a file")
+        known = AutoConfig.for_model(**SHAPES[config]) if config in SHAPES else AutoConfig.from_pretrained(config)
+        torch.manual_seed(0)
+        with torch.device(device):  # drawn on the device: on a CPU eight billion weights take long
+            loaded = auto.from_config(known, dtype=dtype)
+    loaded.eval()
+    loaded.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return loaded
+
+
+def words_of(model: Any) -> int:
+    """The number of token ids that a model knows."""
+    return int(model.config.get_text_config().vocab_size)
 
 
 @dataclass(frozen=True)
@@ -31,7 +81,12 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts in groups of ``degree`` that share ``shared`` tokens; ``own`` more each, and ``new`` to generate."""
+    """Prompts in groups of ``degree``, whose text differs from group to group. ``kind`` says how long they are.
+
+    rfc: a group shares ``shared`` tokens, and each prompt has ``own`` more and ``new`` to generate (vLLM's RFC #12080).
+    sharegpt: nothing is shared, and lengths are as in people's chats, up to ``own`` and ``new``.
+    mixed: ``shared`` and ``own`` are medians, ``new`` is the longest answer, of which the median answer is a tenth.
+    """
 
     requests: int
     shared: int
@@ -40,225 +95,81 @@ class Workload:
     degree: int
     shuffle: bool = True
     seed: int = 0
+    kind: str = "rfc"
 
     def __post_init__(self) -> None:
-        for name in ("requests", "new", "degree"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
-        if self.shared < 0 or self.own < 1:
-            raise ValueError("--shared must be at least 0, and --own at least 1")
+        for name in ("requests", "shared", "own", "new", "degree"):
+            least = int(name != "shared" or self.kind == "mixed")
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} must be at least {least}")
 
-    @property
-    def groups(self) -> int:
-        return -(-self.requests // self.degree)
-
-    @property
-    def answers(self) -> list[int]:
-        """How many tokens each prompt gets, in the order of ``prompts``."""
-        return [self.new] * self.requests
-
-    @property
-    def order_matters(self) -> bool:
-        """Whether prompts share something, so that a rival may depend on their order."""
-        return self.shared > 0
-
-    def grouped(self, vocabulary: int) -> list[list[int]]:
-        """The prompts, group by group. Each group has different text, without special tokens."""
-        text = _Text(self.seed, vocabulary)
-        prompts: list[list[int]] = []
-        for _ in range(self.groups):
-            prefix = text(self.shared)
-            prompts += [prefix + text(self.own) for _ in range(self.degree)]
-        return prompts[: self.requests]
-
-    def prompts(self, vocabulary: int) -> list[list[int]]:
-        """The prompts in the order in which they are passed in."""
-        prompts = self.grouped(vocabulary)
-        if self.shuffle:
-            random.Random(self.seed + 1).shuffle(prompts)
-        return prompts
-
-    def first(self, requests: int) -> Workload:
-        """The first prompts of it, in whole groups as far as possible: for rivals that would take too long."""
-        return replace(self, requests=min(requests, self.requests))
-
-    def cut_short(self, new: int) -> Workload:
-        return replace(self, new=min(new, self.new))
-
-    def as_groups(self) -> list[PromptGroup]:
-        sizes = [min(self.degree, self.requests - begin) for begin in range(0, self.requests, self.degree)]
-        return [PromptGroup(self.shared, [self.own] * size, [self.new] * size) for size in sizes]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        if not self.shared:
-            prompts = f"{self.requests:,} prompts of {self.own:,} tokens, nothing shared"
-            return f"{prompts}; {self.new:,} new tokens, EOS ignored"
-        order = "shuffled" if self.shuffle else "sorted"
-        degree = min(self.degree, self.requests)
-        return (
-            f"{self.requests:,} prompts, {order}: {_prefixes(self.groups)} of {self.shared:,} tokens, each shared by "
-            f"{degree:,}; {self.own:,} tokens of their own; {self.new:,} new tokens, EOS ignored"
-        )
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Lengths as in people's chats with a model: most are short, a few are very long. Nothing is shared.
-
-    ``own`` and ``new`` are the longest prompt and answer; all other lengths shrink with them.
-    """
-
-    requests: int
-    own: int = _LONGEST
-    new: int = _LONGEST
-    seed: int = 0
-    ends_at: int | None = None  # longer answers are cut off here
-    order_matters = False
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "own", "new"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
-
-    def lengths(self) -> list[tuple[int, int]]:
-        """(tokens of the prompt, tokens of its answer) for each prompt."""
-        dice = random.Random(self.seed)
-
-        def draw(median: float, spread: float, most: int) -> int:
-            length = dice.lognormvariate(math.log(median), spread) * most / _LONGEST
-            return min(max(round(length), _SHORTEST), most)
-
-        lengths = [(draw(*_PROMPT_LENGTH, self.own), draw(*_ANSWER_LENGTH, self.new)) for _ in range(self.requests)]
-        return [(prompt, min(answer, self.ends_at or answer)) for prompt, answer in lengths]
-
-    @property
-    def answers(self) -> list[int]:
-        return [answer for _, answer in self.lengths()]
-
-    def prompts(self, vocabulary: int) -> list[list[int]]:
-        text = _Text(self.seed + 1, vocabulary)
-        return [text(length) for length, _ in self.lengths()]
-
-    def grouped(self, vocabulary: int) -> list[list[int]]:
-        return self.prompts(vocabulary)
-
-    def first(self, requests: int) -> Mix:
-        return replace(self, requests=min(requests, self.requests))
-
-    def cut_short(self, new: int) -> Mix:
-        return replace(self, ends_at=new)
-
-    def as_groups(self) -> list[PromptGroup]:
-        return [PromptGroup(0, [own], [new]) for own, new in self.lengths()]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        own, new = zip(*self.lengths(), strict=True)
-        return (
-            f"{self.requests:,} prompts, nothing shared: {_spread(own)} tokens each; {_spread(new)} new tokens, "
-            "EOS ignored"
-        )
-
-
-@dataclass(frozen=True)
-class MixedGroups(Mix):
-    """Groups of ``degree`` prompts that share a prefix, with lengths that differ between groups and within them.
-
-    ``shared`` and ``own`` are medians; ``new`` is the longest answer. With ``open_ended`` no lengths of answers are
-    drawn: each may become that long.
-    """
-
-    own: int = 200
-    shared: int = 2000
-    degree: int = 8
-    shuffle: bool = True
-    open_ended: bool = False
-    order_matters = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shared < 1 or self.degree < 1:
-            raise ValueError("--shared and --degree must be at least 1")
-
-    def as_groups(self) -> list[PromptGroup]:
+    @cached_property
+    def groups(self) -> list[PromptGroup]:
         dice = random.Random(self.seed)
 
         def draw(median: float, spread: float) -> float:
             return dice.lognormvariate(math.log(median), spread)
 
-        groups = []
+        def of_a_chat(median: float, spread: float, most: int) -> int:  # up to 2,048 the means are about 220 and 200
+            return min(max(round(draw(median, spread) * most / 2048), 4), most)
+
+        found = []
         for begin in range(0, self.requests, self.degree):
-            shared = round(draw(self.shared, _PREFIX_SPREAD))
-            own = draw(self.own, _OWN_SPREADS[0])
-            new = draw(self.new / _MEDIAN_OF_LONGEST, _ANSWER_SPREADS[0])
-            lengths = []
-            for _ in range(min(self.degree, self.requests - begin)):
-                answer = max(round(draw(new, _ANSWER_SPREADS[1])), _SHORTEST_ANSWER)
-                most = min(self.new, self.ends_at or self.new)
-                answer = most if self.open_ended else min(answer, most)
-                lengths.append((max(round(draw(own, _OWN_SPREADS[1])), 1), answer))
-            groups.append(PromptGroup(shared, *map(list, zip(*lengths, strict=True))))
-        return groups
+            size = min(self.degree, self.requests - begin)
+            shared, own, new = self.shared, [self.own] * size, [self.new] * size
+            if self.kind == "sharegpt":
+                own, new = [of_a_chat(100, 1.3, self.own)], [of_a_chat(112, 1.1, self.new)]
+            elif self.kind == "mixed":  # together, the spreads between groups and within them are those of chats
+                shared = round(draw(self.shared, 0.5))
+                medians = draw(self.own, 0.5), draw(self.new / 10, 0.8)
+                for at in range(size):
+                    new[at] = min(max(round(draw(medians[1], 0.8)), 10), self.new)
+                    own[at] = max(round(draw(medians[0], 0.5)), 1)
+            found.append(PromptGroup(shared, own, new))
+        return found
 
-    def _order(self) -> list[int]:
-        """For each place of the list, the number of its prompt when counted group by group."""
+    def in_order(self, grouped: Sequence[Any]) -> list[Any]:
+        """From group by group to the order in which prompts are passed in."""
         order = list(range(self.requests))
-        if self.shuffle:
+        if self.shuffle and self.kind != "sharegpt":
             random.Random(self.seed + 1).shuffle(order)
-        return order
+        return [grouped[place] for place in order]
 
-    def lengths(self) -> list[tuple[int, int]]:
-        grouped = []
-        for group in self.as_groups():
-            grouped += [(group.shared + own, new) for own, new in zip(group.own, group.new, strict=True)]
-        return [grouped[place] for place in self._order()]
+    @property
+    def answers(self) -> list[int]:
+        """How many tokens each prompt gets, in the order of ``prompts``."""
+        return self.in_order([count for group in self.groups for count in group.new])
 
-    def grouped(self, vocabulary: int) -> list[list[int]]:
-        text = _Text(self.seed + 2, vocabulary)
-        prompts = []
-        for group in self.as_groups():
+    def grouped(self, vocabulary: int) -> Tokens:
+        dice = random.Random(self.seed + ("rfc", "sharegpt", "mixed").index(self.kind))
+        lowest = min(1000, vocabulary // 10)  # the lowest ids are mostly special tokens and bytes
+
+        def text(length: int) -> list[int]:
+            return [dice.randrange(lowest, vocabulary) for _ in range(length)]
+
+        prompts: Tokens = []
+        for group in self.groups:
             prefix = text(group.shared)
             prompts += [prefix + text(own) for own in group.own]
         return prompts
 
-    def prompts(self, vocabulary: int) -> list[list[int]]:
-        grouped = self.grouped(vocabulary)
-        return [grouped[place] for place in self._order()]
+    def prompts(self, vocabulary: int) -> Tokens:
+        return self.in_order(self.grouped(vocabulary))
+
+    def first(self, requests: int) -> Workload:
+        """The first prompts of it, in whole groups as far as possible: for rivals that would take too long."""
+        return replace(self, requests=min(requests, self.requests))
 
     def __str__(self) -> str:
-        groups = self.as_groups()
-        own = [length for group in groups for length in group.own]
-        new = [length for group in groups for length in group.new]
-        order = "shuffled" if self.shuffle else "sorted"
-        return (
-            f"{self.requests:,} prompts, {order}: {_prefixes(len(groups))} of {_spread([g.shared for g in groups])} "
-            f"tokens, each shared by {self.degree:,}; {_spread(own)} tokens of their own; {_spread(new)} new tokens, "
-            "EOS ignored"
-        )
+        def spread(lengths: Sequence[int]) -> str:
+            least, most = min(lengths), max(lengths)
+            return f"{least:,}" if least == most else f"{least:,} to {most:,} (mean {statistics.mean(lengths):,.0f})"
 
-
-def _spread(lengths: Sequence[int]) -> str:
-    if min(lengths) == max(lengths):
-        return f"{lengths[0]:,}"
-    return f"{min(lengths):,} to {max(lengths):,} (on average {sum(lengths) / len(lengths):,.0f})"
-
-
-def _prefixes(count: int) -> str:
-    return f"{count:,} prefix{'' if count == 1 else 'es'}"
-
-
-class _Text:
-    """Random token ids."""
-
-    def __init__(self, seed: int, vocabulary: int) -> None:
-        self._dice = random.Random(seed)
-        self._lowest = min(1000, vocabulary // 10)  # the lowest ids are mostly special tokens and bytes
-        self._vocabulary = vocabulary
-
-    def __call__(self, length: int) -> list[int]:
-        return [self._dice.randrange(self._lowest, self._vocabulary) for _ in range(length)]
+        own, new = (spread([each for group in self.groups for each in getattr(group, name)]) for name in ("own", "new"))
+        text = f"{self.requests:,} prompts of {own} tokens, nothing shared"
+        if self.shared:
+            prefixes = f"{len(self.groups):,} prefix{'es' * (len(self.groups) > 1)} of "
+            text = f"{self.requests:,} prompts, {'shuffled' if self.shuffle else 'sorted'}: {prefixes}"
+            text += f"{spread([group.shared for group in self.groups])} tokens, each shared by "
+            text += f"{min(self.degree, self.requests):,}; {own} tokens of their own"
+        return f"{text}; {new} new tokens, EOS ignored"

@@ -1,4 +1,4 @@
-"""Batches for the attention benchmarks: how they are written, which rows read which tokens, and their floor.
+"""Attention problems: how batches are written, which rows read which tokens, their floor, and forms for others.
 
 Decode, one token for each row: ``16x16:2000+250`` is groups x rows : tokens that a group shares + own tokens of each
 row. A ``~`` at the end draws each of these lengths between 0.2 and 1.8 times as much. ``2000/32x8:100+250`` puts 2,000
@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import common
 import numpy as np
+import torch
 
+from hf_batchllm.bench.floor import Rates, measure_rates
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
 from hf_batchllm.kernels.work_lists import Chunks, Ranges
 
@@ -238,3 +241,86 @@ def repage(slots: Sequence[np.ndarray], size: int) -> Paging:
     source = np.empty((len(example), size), dtype=np.int64)
     source[number] = places[example]
     return Paging(source, number[page], np.concatenate([[0], np.cumsum(pages)]), lengths - (pages - 1) * size)
+
+
+GATHERED_BYTES = 1 << 30  # of K and V that a graph goes over: more than the L2 cache holds
+Step = Callable[[], torch.Tensor]  # [rows, heads, dim]
+
+
+class Unfit(Exception):
+    """Raised for a problem that a rival is not made for."""
+
+
+@dataclass
+class Problem:
+    q: torch.Tensor  # [rows, heads, dim]
+    caches: list[tuple[torch.Tensor, torch.Tensor]]  # each [pages, PAGE, kv_heads, dim]
+    want: torch.Tensor  # [rows, heads, dim]  of the first cache
+    slots: list[np.ndarray]  # for each reader, the slots that its last row sees
+    rows: np.ndarray  # [readers]  query rows, at the last of these positions
+    prefixes: np.ndarray | None = None  # [groups]  tokens that all readers of a group see
+    degrees: np.ndarray | None = None  # [groups]  readers
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(each) for each in self.slots])
+
+    @property
+    def kv_heads(self) -> int:
+        return self.caches[0][0].shape[2]
+
+    @property
+    def dim(self) -> int:
+        return self.q.shape[2]
+
+    def int32(self, values: Iterable[int] | np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(self.q.device)
+
+    def gathered(self, index: np.ndarray, heads_first: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V at these slots [..., kv_heads, dim], from enough caches to exceed the L2 cache.
+
+        With ``heads_first`` an index [readers, keys] gives [readers, kv_heads, keys, dim].
+        """
+        size = 2 * index.size * self.kv_heads * self.dim * self.q.element_size()
+        places = torch.from_numpy(index).to(self.q.device)
+
+        def one(cache: torch.Tensor) -> torch.Tensor:
+            flat = cache.reshape(-1, self.kv_heads, self.dim)
+            if not heads_first:
+                return flat[places]
+            made = flat.new_empty(len(index), self.kv_heads, index.shape[1], self.dim)
+            for row, place in enumerate(places):
+                made[row] = flat[place].transpose(0, 1)
+            return made
+
+        count = max(1, min(len(self.caches), -(-GATHERED_BYTES // size)))
+        return [(one(k), one(v)) for k, v in self.caches[:count]]
+
+
+Make = Callable[[Problem], list[Step]]  # one step for each cache
+
+
+def plain_prompts(problem: Problem) -> np.ndarray:
+    """Slots [prompts, tokens]; raises Unfit unless the batch is nothing but prompts of one length."""
+    if (problem.rows != problem.rows[0]).any() or (problem.lengths != problem.rows).any():
+        raise Unfit("for prompts of one length, without prefixes")
+    return np.stack(problem.slots)
+
+
+def add_attention(parser: argparse.ArgumentParser, default: str, rivals: Iterable[str]) -> None:
+    """Options of the scripts that time attention; ``default``: of --rivals."""
+    common.add_numbers(parser, heads=(32, "query heads"), kv_heads=(8, "KV heads"), dim=(128, "of a head"))
+    common.add_numbers(parser, caches=(3, "that a graph goes over"), replays=(15, "of each graph"))
+    parser.add_argument("--rivals", default=default, help=f"a list of {', '.join(rivals)}; none; or all")
+    common.add_json(parser)
+
+
+def begin(options: argparse.Namespace) -> Rates:
+    """Measures the machine, and prints what it is."""
+    common.need_gpu()
+    torch.manual_seed(0)
+    rates = measure_rates(torch.device("cuda"), torch.bfloat16)
+    common.warm_branches()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {rates};", end=" ")
+    print(f"{options.heads} / {options.kv_heads} heads of {options.dim}")
+    return rates

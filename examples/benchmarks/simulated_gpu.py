@@ -9,27 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import common  # noqa: F401  before hf_batchllm: finds the checkout
 import numpy as np
 
-from hf_batchllm.bench.floor import Shape
-from hf_batchllm.bench.machine_rates import Rates
+from hf_batchllm.bench.floor import Rates, Shape
 from hf_batchllm.planning.requests_and_prefixes import Request, Unit
 from hf_batchllm.planning.step import Step
 
 LLAMA_8B = Shape(
-    hidden=4096,
     heads=32,
     head_dim=128,
-    vocabulary=128_256,
+    head_weights=4096 * 128_256,
     linear_weights=6_979_321_856,
     kv_bytes=131_072,
     windows=(None,) * 32,
-    query_key_value=6144,
-    mlp_width=14_336,
-    gated=True,
 )
 H200 = Rates(operations=670e12, copy=4.2e12)
 
+# Of a token: norms, rope and activations read and write these widths.
+_ELEMENTWISE_BYTES = 32 * (8 * 4096 + 2 * 6144 + 3 * 14_336) * 2
 # Measured: (rows, seconds of all layers' products for them). Beyond these they run at the rate above.
 _FEW_ROWS = (0, 64, 256, 512), (4.3e-3, 4.6e-3, 6.3e-3, 9.9e-3)
 _PROMPT_ATTENTION = 400e12  # operations a second
@@ -44,7 +42,7 @@ class SimulatedGpu:
     ``stop``: the token that ends an answer, as the engine knows it.
     """
 
-    replays = True
+    replays = is_steady = True
     most_times = 3  # as engine/step_size.py has it for sixteen GB of weights
 
     def __init__(self, answers: Sequence[int], stop: int, shape: Shape = LLAMA_8B, rates: Rates = H200) -> None:
@@ -78,6 +76,9 @@ class SimulatedGpu:
 
         return wait
 
+    def tokens_were_seen(self) -> None:
+        pass
+
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return False  # it never fails
 
@@ -94,7 +95,7 @@ class SimulatedGpu:
         samples = len(sampling) if time == 0 else rows
         head = 2 * shape.head_weights * samples / rates.operations
         seconds += max(head, shape.value_bytes * shape.head_weights / rates.copy) if samples else 0.0
-        seconds += shape.elementwise_bytes * tokens / rates.copy
+        seconds += _ELEMENTWISE_BYTES * tokens / rates.copy
         keys, seen = 0, set[Unit]()
         for request in step.rows:
             if request.made + time >= self.answers[request.index]:
@@ -110,5 +111,5 @@ class SimulatedGpu:
         for chunk in step.chunks:
             count = chunk.end - chunk.begin
             pairs += count * chunk.begin + count * count / 2
-        seconds += 4 * shape.heads * shape.head_dim * shape.layers * pairs / _PROMPT_ATTENTION
+        seconds += 4 * shape.heads * shape.head_dim * len(shape.windows) * pairs / _PROMPT_ATTENTION
         return seconds
