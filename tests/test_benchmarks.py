@@ -128,8 +128,11 @@ def test_no_token_changes_with_a_part_off(name: str, pages: int | None, model: A
     assert report.computed_tokens == (14 * 36 if name == "sharing" else whole.computed_tokens)
     running = int(report.timeline.running.max())
     assert running == 3 if name == "admission" and pages is None else running < 14 if pages else running == 14
-    if name == "same-step" and pages is None:
-        assert report.steps > whole.steps
+
+
+def test_readers_that_wait_for_a_prefix_take_a_step_more(model: Any) -> None:
+    together, apart = (off(model, name, max_batch_tokens=1000)[1].steps for name in ("", "same-step"))
+    assert apart == together + 1
 
 
 def test_without_a_cascade_rows_read_alone_and_all_is_put_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

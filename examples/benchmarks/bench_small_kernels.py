@@ -43,6 +43,10 @@ class Model:
     qk_norm: bool
     gemma: bool
 
+    @property
+    def form(self) -> str:
+        return "gemma" if self.gemma else "llama"
+
     @classmethod
     def of(cls, name: str) -> Model:
         names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -66,10 +70,6 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
 
 
-def form_of(model: Model) -> str:
-    return "gemma" if model.gemma else "llama"
-
-
 def norm_module(model: Model, size: int) -> torch.nn.Module:
     module = (Gemma3RMSNorm if model.gemma else LlamaRMSNorm)(size, eps=EPS).to("cuda", torch.bfloat16)
     module.weight.data.normal_()
@@ -91,7 +91,7 @@ def rope(model: Model, tokens: int) -> Operation:
         q, k, v = merged.split([heads, kv_heads, kv_heads], dim=1)
         weights = {"q_weight": q_norm.weight, "k_weight": k_norm.weight} if model.qk_norm else {}
         layer_ops_triton.rope_and_write(
-            q, k, v, cos, sin, *caches, slots, eps=EPS, norm=form_of(model), **weights
+            q, k, v, cos, sin, *caches, slots, eps=EPS, norm=model.form, **weights
         )  # fmt: skip
         return q, *caches
 
@@ -115,7 +115,7 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
     def ours(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
         weight = inner_norm.weight if inner else None
         normed = layer_ops_triton.add_rms_norm(
-            x, residual, norm.weight, EPS, form=form_of(model), inner_weight=weight
+            x, residual, norm.weight, EPS, form=model.form, inner_weight=weight
         )  # fmt: skip
         return normed, residual
 
@@ -123,10 +123,8 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
         residual = residual + (inner_norm(x) if inner else x)
         return norm(residual), residual
 
-    def make() -> Tensors:
-        return randn(tokens, hidden), randn(tokens, hidden)
-
-    return Operation("norm, add, norm" if inner else "add, norm", make, ours, plain, 2 * 4 * tokens * hidden)
+    name = "norm, add, norm" if inner else "add, norm"
+    return Operation(name, lambda: (randn(tokens, hidden), randn(tokens, hidden)), ours, plain, 8 * tokens * hidden)
 
 
 def activation(model: Model, tokens: int) -> Operation:

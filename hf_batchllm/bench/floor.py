@@ -189,7 +189,7 @@ def _matrices(model: Any) -> tuple[int, dict[nn.Module, Mixture]]:
     apart = {id(head), *(id(inner) for each in lists for inner in each.modules())}  # experts as modules of their own
     linear = [each for each in named.values() if isinstance(each, nn.Linear | Conv1D) and id(each) not in apart]
     # Short convolutions and the rates of a scan multiply each value a few times: next to nothing beside products.
-    small = [each.weight for each in named.values() if isinstance(each, nn.Embedding | nn.Conv1d)]
+    small: list[Any] = [each.weight for each in named.values() if isinstance(each, nn.Embedding | nn.Conv1d)]
     small += [each.A_log for _, each, _ in mixers(model) if hasattr(each, "A_log")]
     known = {id(weight) for weight in [head.weight, *small, *(each.weight for each in linear)]}
     always, found = sum(each.weight.numel() for each in linear), {}

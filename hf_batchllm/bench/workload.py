@@ -16,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 Tokens = list[list[int]]  # of each prompt, or of each answer
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SIZES += ("num_key_value_heads", "max_position_embeddings")
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
 
 
 def shape(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
