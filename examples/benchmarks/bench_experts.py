@@ -1,7 +1,6 @@
 """How fast mixtures of experts are on this GPU, beside transformers' grouped products and the floor.
 
     python examples/benchmarks/bench_experts.py                                   # three models' shapes
-    python examples/benchmarks/bench_experts.py --shapes qwen3-30b-a3b --tokens 16 256 8192
     python examples/benchmarks/bench_experts.py --alike 1                         # some experts get far more tokens
 
 Each line is the router and the experts of one layer, for so many tokens. Times are microseconds for a layer: medians of
@@ -25,7 +24,7 @@ from typing import Any
 
 import common
 import torch
-from common import graph_ms, graph_ms_of_each, need_gpu
+from common import graph_ms_of_each, need_gpu
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -75,8 +74,7 @@ class ExpertShape:
         return max(2, round(LAYER_BYTES / (VALUE_BYTES * self.experts * 1.5 * self.up_weights)))
 
     def floors(self, tokens: int, met: float, copy: float, matmul: float) -> tuple[float, float]:
-        """Milliseconds of the products of gate and up, and of those of down: weights that are met, at a copy's rate, or
-        all pairs of a token and an expert, at the rate of dense products; what takes longer."""
+        """Milliseconds of the products of gate and up, and of down: reading what is met, or computing all pairs."""
 
         def floor(weights: float) -> float:
             moved, computed = VALUE_BYTES * met * weights, 2 * tokens * self.top * weights
@@ -182,9 +180,7 @@ def dense_ms(shape: ExpertShape, tokens: int, replays: int) -> float:
         torch.nn.functional.linear(x, up)
         torch.nn.functional.linear(made, down)
 
-    products()  # cuBLAS picks its kernels
-    torch.cuda.synchronize()
-    return graph_ms(products, replays)
+    return graph_ms_of_each([None], lambda _: products(), replays)  # the first call lets cuBLAS pick its kernels
 
 
 def theirs_us(layers: list[Layer], replays: int) -> float | None:

@@ -18,12 +18,7 @@ ratio = fused / (products + attention).
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
 import common
@@ -159,63 +154,6 @@ class Forward:
             self.context.attend(call)
 
 
-class Watch(threading.Thread):
-    """Watches clock and power during a measurement."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.seen: list[tuple[float, ...]] = []
-        self.ended = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-i", "0"]
-        with suppress(Exception):  # for information only
-            while not self.ended.wait(0.5):
-                said = subprocess.run(query, capture_output=True, text=True, timeout=5).stdout
-                self.seen.append(tuple(map(float, said.split(","))))
-
-    def end(self) -> dict[str, float]:
-        """Medians of the second half."""
-        self.ended.set()
-        half = zip(*self.seen[len(self.seen) // 2 :], strict=True)
-        return dict(zip(("MHz", "W"), (float(np.median(each)) for each in half), strict=False))
-
-
-def turns(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """The milliseconds of each function in the second half of the time, launched one behind the other."""
-    times: dict[str, list[float]] = defaultdict(list)
-    waiting: list[dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]] = []
-
-    def collect(keep: bool) -> None:
-        for name, (begin, end) in waiting.pop(0).items():
-            end.synchronize()
-            if keep:
-                times[name].append(begin.elapsed_time(end))
-
-    for function in [*functions.values()] * 2:  # kernels are compiled
-        function()
-    torch.cuda.synchronize()
-    began, rounds = time.perf_counter(), 0
-    while rounds < 6 or time.perf_counter() < began + seconds:
-        waiting.append({name: (timing_event(), timing_event()) for name in functions})
-        for name, function in functions.items():
-            begin, end = waiting[-1][name]
-            begin.record()
-            function()
-            end.record()
-        rounds += 1
-        if len(waiting) > 2:  # the host is at most two rounds ahead
-            collect(time.perf_counter() > began + seconds / 2)
-    while waiting:
-        collect(True)
-    return times
-
-
-def timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = common.parser_of(__doc__)
     parser.add_argument(
@@ -241,8 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fusion = Fusion(model)
         for tokens in chosen.tokens:
             forward = Forward(model, fusion, kernels, tokens, min(chosen.length, tokens))
-            watch = Watch()
-            times = turns({name: getattr(forward, name) for name in names}, chosen.seconds)
+            watch = common.Watch()
+            times = common.turns({name: getattr(forward, name) for name in names}, chosen.seconds)
             state = watch.end()
             ms = {name: float(np.median(each)) for name, each in times.items()}
             parts = ms["products"] + ms["attention"]

@@ -2,7 +2,6 @@
 
     python examples/benchmarks/bench_small_kernels.py                                   # Llama-3.1-8B's shapes
     python examples/benchmarks/bench_small_kernels.py --model qwen3-0.6b gemma3-1b --tokens 64 8192
-    python examples/benchmarks/bench_small_kernels.py --tune NORM_ELEMENTS=8 ACT_BLOCK=2048
 
 Each line is one operation of one layer, or of the LM head's output, for so many tokens (rows, where it samples). Times
 are medians of replays of a CUDA graph that goes over several sets of inputs in turn. Bytes are those of inputs and
@@ -41,17 +40,17 @@ class Model:
     inter: int
     vocabulary: int
     qk_norm: bool
-    gemma: bool
-
-    @property
-    def form(self) -> str:
-        return "gemma" if self.gemma else "llama"
+    form: str  # of norms
 
     @classmethod
     def of(cls, name: str) -> Model:
         names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
         fields, gemma = SHAPES[name], name.startswith("gemma")
-        return cls(*(fields[each] for each in (*names, "vocab_size")), gemma or name.startswith("qwen3"), gemma)
+        return cls(
+            *(fields[each] for each in (*names, "vocab_size")),
+            gemma or name.startswith("qwen3"),
+            "gemma" if gemma else "llama",
+        )
 
 
 MODELS = {name: Model.of(name) for name in ("llama-8b", "qwen3-0.6b", "gemma3-1b")}
@@ -71,7 +70,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def norm_module(model: Model, size: int) -> torch.nn.Module:
-    module = (Gemma3RMSNorm if model.gemma else LlamaRMSNorm)(size, eps=EPS).to("cuda", torch.bfloat16)
+    module = (Gemma3RMSNorm if model.form == "gemma" else LlamaRMSNorm)(size, eps=EPS).to("cuda", torch.bfloat16)
     module.weight.data.normal_()
     return module.requires_grad_(False)
 
@@ -90,9 +89,7 @@ def rope(model: Model, tokens: int) -> Operation:
     def ours(merged: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *caches: torch.Tensor) -> Tensors:
         q, k, v = merged.split([heads, kv_heads, kv_heads], dim=1)
         weights = {"q_weight": q_norm.weight, "k_weight": k_norm.weight} if model.qk_norm else {}
-        layer_ops_triton.rope_and_write(
-            q, k, v, cos, sin, *caches, slots, eps=EPS, norm=model.form, **weights
-        )  # fmt: skip
+        layer_ops_triton.rope_and_write(q, k, v, cos, sin, *caches, slots, eps=EPS, norm=model.form, **weights)
         return q, *caches
 
     def plain(merged: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *caches: torch.Tensor) -> Tensors:
@@ -114,9 +111,7 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
 
     def ours(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
         weight = inner_norm.weight if inner else None
-        normed = layer_ops_triton.add_rms_norm(
-            x, residual, norm.weight, EPS, form=model.form, inner_weight=weight
-        )  # fmt: skip
+        normed = layer_ops_triton.add_rms_norm(x, residual, norm.weight, EPS, form=model.form, inner_weight=weight)
         return normed, residual
 
     def plain(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
@@ -128,17 +123,16 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
 
 
 def activation(model: Model, tokens: int) -> Operation:
-    kind = "gelu_tanh" if model.gemma else "silu"
-    function = torch.nn.functional.silu
-    if model.gemma:
-        function = lambda x: torch.nn.functional.gelu(x, approximate="tanh")  # noqa: E731
+    kind = "gelu_tanh" if model.form == "gemma" else "silu"
+    gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    function = gelu if model.form == "gemma" else torch.nn.functional.silu
 
     def plain(merged: torch.Tensor) -> Tensors:
         gate, up = merged.chunk(2, dim=1)
         return (function(gate) * up,)
 
     return Operation(
-        "gelu x up" if model.gemma else "silu x up",
+        "gelu x up" if model.form == "gemma" else "silu x up",
         lambda: (randn(tokens, 2 * model.inter),),
         lambda merged: (layer_ops_triton.act_and_mul(merged, activation=kind),),
         plain,
@@ -222,7 +216,7 @@ def _unpacked(function: Callable[..., Tensors], inputs: Tensors) -> Tensors:
 
 def operations(model: Model, tokens: int, sampled: int) -> list[Operation]:
     made = [rope(model, tokens), norms(model, tokens, inner=False), activation(model, tokens)]
-    if model.gemma:
+    if model.form == "gemma":
         made.append(norms(model, tokens, inner=True))
     if tokens <= sampled:
         made += [greedy(model, tokens), gumbel(model, tokens), advance(model, tokens)]

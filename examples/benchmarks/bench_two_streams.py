@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import common
 import numpy as np
 import torch
-from bench_prompt_step import Forward, Watch, build, kernels_here, turns
+from bench_prompt_step import Forward, build, kernels_here
 
 from hf_batchllm.patches.fusion import Fusion
 
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for stream in streams:
             now.wait_stream(stream)
 
-    watch = Watch()
-    times = turns({"whole": whole.fused, "one by one": one_by_one, "side by side": side_by_side}, chosen.seconds)
+    watch = common.Watch()
+    times = common.turns({"whole": whole.fused, "one by one": one_by_one, "side by side": side_by_side}, chosen.seconds)
     print(f"{torch.cuda.get_device_name()}, {chosen.shape}, {chosen.tokens:,} tokens, {watch.end()}")
     table = common.Table({"": "<14", "ms": "9.2f", "of the whole": "12.3f", "times": "6"})
     ms = {name: float(np.median(each)) for name, each in times.items()}

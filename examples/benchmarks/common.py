@@ -7,9 +7,13 @@ import json
 import random
 import re
 import statistics
+import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -240,6 +244,63 @@ def warm_branches() -> None:
         main.wait_stream(side)
     graph.replay()
     torch.cuda.synchronize()
+
+
+class Watch(threading.Thread):
+    """Watches clock and power during a measurement."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.seen: list[tuple[float, ...]] = []
+        self.ended = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-i", "0"]
+        with suppress(Exception):  # for information only
+            while not self.ended.wait(0.5):
+                said = subprocess.run(query, capture_output=True, text=True, timeout=5).stdout
+                self.seen.append(tuple(map(float, said.split(","))))
+
+    def end(self) -> dict[str, float]:
+        """Medians of the second half."""
+        self.ended.set()
+        half = zip(*self.seen[len(self.seen) // 2 :], strict=True)
+        return dict(zip(("MHz", "W"), (float(statistics.median(each)) for each in half), strict=False))
+
+
+def turns(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """The milliseconds of each function in the second half of the time, launched one behind the other."""
+    times: dict[str, list[float]] = defaultdict(list)
+    waiting: list[dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+
+    def collect(keep: bool) -> None:
+        for name, (begin, end) in waiting.pop(0).items():
+            end.synchronize()
+            if keep:
+                times[name].append(begin.elapsed_time(end))
+
+    for function in [*functions.values()] * 2:  # kernels are compiled
+        function()
+    torch.cuda.synchronize()
+    began, rounds = time.perf_counter(), 0
+    while rounds < 6 or time.perf_counter() < began + seconds:
+        waiting.append({name: (timing_event(), timing_event()) for name in functions})
+        for name, function in functions.items():
+            begin, end = waiting[-1][name]
+            begin.record()
+            function()
+            end.record()
+        rounds += 1
+        if len(waiting) > 2:  # the host is at most two rounds ahead
+            collect(time.perf_counter() > began + seconds / 2)
+    while waiting:
+        collect(True)
+    return times
+
+
+def timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 # Tokenizers
