@@ -241,6 +241,7 @@ def test_what_only_a_gpu_can_tell_has_its_place_in_the_table() -> None:
         ("--requests 0", "'0' is not a whole number of at least 1"),
         ("--requests four", "'four' is not a whole number"),
         ("--own 0", "--own must be at least 1"),
+        ("--runs 0", "--runs must be at least 1"),
         ("--set page_size", "NAME=VALUE"),
         ("--set page_sise=4", "page_sise"),
         ("--model x --config tiny", "not allowed with"),

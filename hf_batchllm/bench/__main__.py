@@ -209,12 +209,15 @@ def _read(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     try:
         asked.device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        gpu, asked.runs = asked.device.type != "cpu", asked.runs or 3
+        gpu, asked.runs = asked.device.type != "cpu", 3 if asked.runs is None else asked.runs
         asked.dtype = getattr(torch, asked.dtype or ("bfloat16" if gpu else "float32"))
         asked.floor = gpu if asked.floor is None else asked.floor
         asked.config = asked.config or (None if asked.model else "tiny")
         if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
             raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
+        for name, number in (("--runs", asked.runs), ("--rival-requests", asked.rival_requests)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1")
         asked.rivals = set(asked.rivals.split(","))
         if unknown := asked.rivals - {*_RIVALS, "none"}:
             raise ValueError(f"--rivals: {', '.join(unknown)} is not one of {', '.join(_RIVALS)}, none")
