@@ -355,7 +355,7 @@ def _options_for_generate(pipe: Pipeline, forward: Parameters) -> Parameters:
     # transformers writes into dicts of options.
     listening._forward(given, **{name: dict(it) if isinstance(it, dict) else it for name, it in forward.items()})
     options: Parameters = listening.model.asked
-    config = options.get("generation_config")
+    config: Any = options.get("generation_config")
     if config is None or config is not getattr(pipe, "generation_config", None):
         return options
     if config.max_new_tokens is not None and "max_length" not in forward:
