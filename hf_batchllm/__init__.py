@@ -34,9 +34,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
-    from .files.file_report import FileReport
-    from .files.merge_report import MergeReport
     from .files.merge_shards import merge_shards
+    from .files.report import FileReport, MergeReport
     from .files.run_file import run_file
     from .generator import BatchGenerator
     from .integrations.accelerated import accelerated
@@ -57,14 +56,14 @@ _HOME = {  # public name -> the module that holds it
     "BatchResult": "results.generations",
     "CacheMemoryError": "errors",
     "ConfigError": "errors",
-    "FileReport": "files.file_report",
+    "FileReport": "files.report",
     "FilesError": "errors",
     "Generation": "results.generations",
     "GenerationInterrupted": "errors",
     "GeneratorBusyError": "errors",
     "GeneratorPool": "pool.generator_pool",
     "RankGenerator": "pool.rank_generator",
-    "MergeReport": "files.merge_report",
+    "MergeReport": "files.report",
     "OptionValueError": "errors",
     "PoolError": "errors",
     "RanksError": "errors",

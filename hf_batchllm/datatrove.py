@@ -18,7 +18,7 @@ except ModuleNotFoundError as gone:
 
 from .config import BatchConfig
 from .errors import ConfigError
-from .files.records.templates import MissingField, Template
+from .files.templates import MissingField, Template
 from .generator import BatchGenerator
 from .pool.loaders import load_in_worker, loader_for, sendable_tokenizer
 from .results.generations import Generation

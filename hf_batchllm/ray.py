@@ -18,12 +18,12 @@ import numpy as np
 
 from .config import BatchConfig
 from .errors import ConfigError, OptionValueError
-from .files.records.prompt_records import BadPromptRecord, PromptRecord, RecordLayout
-from .files.records.record_reader import RecordReader
-from .files.records.result_lines import SampleFields
-from .files.records.templates import Template
-from .files.records.token_texts import TokenTexts
-from .files.store.table_inputs import plain
+from .files.records import BadPromptRecord, PromptRecord, RecordLayout
+from .files.records import RecordReader
+from .files.results import SampleFields
+from .files.templates import Template
+from .files.results import TokenTexts
+from .files.tables import plain
 from .inputs.prompt_options import FOR_CHATS
 from .inputs.prompts import Prompt
 from .inputs.seeds import SeedOfWhole, checked_seeds

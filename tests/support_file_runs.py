@@ -13,16 +13,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_batchllm.files.records.result_layout import RESULT_LAYOUT
-from hf_batchllm.files.store import open_output as opening
-from hf_batchllm.files.store.run_record import RunRecord
-from hf_batchllm.files.store.sources import open_source, record_key
+import numpy as np
 
-open_output = partial(opening.open_output, layout=RESULT_LAYOUT)
+from hf_batchllm.files.output import open_output
+from hf_batchllm.files.run_record import RunRecord
+from hf_batchllm.files.sources import open_source, record_key
 
 _COUNT = 18  # records of a run that is killed at every call
 SETTINGS = {"max_new_tokens": 50, "model": {"name": "tiny"}}
@@ -47,6 +45,7 @@ def run(
     bad: Iterable[int] = (),
     stop_after: int | None = None,
     retry_errors: bool = False,
+    limit: int | None = None,
     order: str = "input",
     shuffle: int | None = 0,
     done: Callable[[int], None] = lambda number: None,
@@ -56,9 +55,13 @@ def run(
     """Returns the notes. Records finish in an order of their own; ``done`` is called when a result is appended."""
     notes: list[str] = []
     with open_source(given) as source, open_output(wanted, source=source, note=notes.append, **options) as output:
-        record = output.begin(RunRecord(settings, seed), source, retry_errors=retry_errors)
+        asked = RunRecord(settings, seed, input=source.summary())
+        numbers = np.arange(source.count if limit is None else limit)
+        record = output.begin(asked, numbers, source, retry_errors=retry_errors)
         todo = output.missing()
         seen(set(todo.tolist()))
+        if len(todo):
+            output.start({})
         bad, left = set(bad), len(todo) if stop_after is None else stop_after
         for window in source.windows(todo, window_bytes=20_000):
             numbers = window.tolist()
@@ -77,7 +80,7 @@ def run(
                 if not left:
                     break
         if stop_after is None:
-            output.finish(order=order, figures={"results": len(output)})
+            output.finish(order, {"results": len(output)})
     return notes
 
 
@@ -91,7 +94,7 @@ class Deaths:
     ``half``: writes alone count, and a part of the last one goes out.
     """
 
-    NAMES = ("open", "write", "fsync", "replace", "rename", "unlink", "ftruncate", "fchmod")
+    NAMES = ("open", "write", "fsync", "replace", "rename", "unlink")
 
     def __init__(self, at: int, half: bool) -> None:
         self.at, self.half, self.calls = at, half, 0

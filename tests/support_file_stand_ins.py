@@ -9,14 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hf_batchllm.files.record_engine import RecordEngine
-from hf_batchllm.files.records.line_configs import LineConfig, LineConfigs
-from hf_batchllm.files.records.prompt_records import BadPromptRecord
-from hf_batchllm.files.records.record_reader import RecordReader
-from hf_batchllm.files.records.result_lines import ResultWriter
-from hf_batchllm.files.records.token_texts import TokenTexts
+from hf_batchllm.files.record_engine import LineConfig, RecordEngine, line_config
+from hf_batchllm.files.records import BadPromptRecord, RecordReader
+from hf_batchllm.files.results import ResultWriter, TokenTexts
 from hf_batchllm.files.run_options import RunOptions
-from hf_batchllm.files.store.sources import Source
+from hf_batchllm.files.sources import Source
 
 KEY = "0123456789ab"
 
@@ -68,11 +65,10 @@ def run_lines(
         note=more.get("note"),
     )
     generator = generator.gen if isinstance(generator, RecordEngine) else generator
-    configs = LineConfigs.of(generator)
     lines, errors = [], 0
     for number, raw in enumerate(source.records(range(source.count))):
         record = reader.read(number, raw)
-        resolved = None if isinstance(record, BadPromptRecord) else configs.resolve(record.settings)
+        resolved = None if isinstance(record, BadPromptRecord) else line_config(generator, record.settings)
         if isinstance(record, BadPromptRecord) or not isinstance(resolved, LineConfig):
             errors += 1
             lines.append(writer.error(record, KEY, resolved))

@@ -158,29 +158,6 @@ def test_options_for_all_lines_are_not_called_idle(tmp_path: Path) -> None:
     assert not [each for each in warned_of(tmp_path, lines, tools=tools) if "is for chats" in each]
 
 
-def test_where_a_table_that_was_stopped_keeps_its_results(
-    tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[str] = []  # the files that hold results when the run is interrupted
-
-    def interrupted(*given: Any, **named: Any) -> None:
-        for name in begun:
-            (tmp_path / name).write_text("{}\n")
-        raise KeyboardInterrupt
-
-    (tmp_path / "in.jsonl").write_text('{"prompt": "w5"}\n')
-    with monkeypatch.context() as patched:
-        patched.setattr("hf_batchllm.files.run_file.run_records", interrupted)
-        with pytest.raises(KeyboardInterrupt, match=r"^interrupted$"):  # before the first result
-            run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.csv", **SETTINGS)
-        begun[:] = ["out.csv.part.jsonl"]
-        with pytest.raises(KeyboardInterrupt, match=r"out\.csv\.part\.jsonl \(.*out\.csv itself comes at the end\)"):
-            run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.csv", **SETTINGS)
-        begun[:] = ["out.jsonl"]
-        with pytest.raises(KeyboardInterrupt, match=r"are in .*out\.jsonl, and the same call continues"):
-            run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
-
-
 def test_a_field_that_may_be_data_is_told_how_to_stay_data(tmp_path: Path, generator: BatchGenerator) -> None:
     hint = " (if `n` is a field of your own data: --no-line-settings)"
     lines = answered(generator, tmp_path, [{"prompt": "w5", "n": 2}, {"prompt": "w5", "n": "a"}])

@@ -14,7 +14,7 @@ from support_grammars import END_OF_BYTES, of_bytes
 from hf_batchllm import BatchGenerator, run_file
 from hf_batchllm.cli import main
 from hf_batchllm.errors import RunChangedError
-from hf_batchllm.files.records.settings import SettingError
+from hf_batchllm.files.settings import SettingError
 
 MOOD = {
     "type": "object",

@@ -21,11 +21,10 @@ from support_image_prompts import generated, model_of, picture, processor_of, sh
 from hf_batchllm import BatchGenerator, run_file
 from hf_batchllm.errors import FilesError, InputFileError, RunChangedError
 from hf_batchllm.files import record_engine
-from hf_batchllm.files.calls_with_images import in_calls
 from hf_batchllm.files.record_engine import RecordEngine
-from hf_batchllm.files.records.prompt_records import OPENAI, PLAIN, BadPromptRecord, PromptRecord
-from hf_batchllm.files.records.record_reader import RecordReader
-from hf_batchllm.files.records.settings import NO_SETTINGS
+from hf_batchllm.files.record_loop import in_calls
+from hf_batchllm.files.records import OPENAI, PLAIN, BadPromptRecord, PromptRecord, RecordReader
+from hf_batchllm.files.settings import NO_SETTINGS
 from hf_batchllm.inputs.images import image_reader
 from hf_batchllm.inputs.images.image_parts import UnreadableImage, loaded
 from hf_batchllm.inputs.images.image_sources import ImageSources

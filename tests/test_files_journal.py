@@ -1,132 +1,127 @@
 """Results on the disk: what a run leaves wherever it dies, and who may go on with it."""
 
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import stat
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support_file_places import PATHS, half_done, program
 from support_file_places import folder as folder  # fixtures, as are the next three
 from support_file_places import given as given
-from support_file_places import half_done, program
 from support_file_places import wanted as wanted
 from support_file_places import whole as whole
 from support_file_runs import SETTINGS, answer, open_output, results, run, write_input
 
-from hf_batchllm.errors import OutputFileError, RunChangedError
-from hf_batchllm.files.records.result_layout import identify
-from hf_batchllm.files.store.run_record import RunRecord
-from hf_batchllm.files.store.sources import open_source, record_key
+from hf_batchllm.errors import ConfigError, OutputBusyError, OutputFileError, OutputWriteError, RunChangedError
+from hf_batchllm.files.journal import identify, seconds_between_syncs
+from hf_batchllm.files.run_record import RunRecord
+from hf_batchllm.files.sources import open_source, record_key
 
-# Runs that end
-
-
-def test_results_are_in_the_order_of_the_input(given, wanted) -> None:
-    assert run(given, wanted, seed=7) == []
-    found = results(wanted)
-    assert [each["index"] for each in found] == list(range(30))
-    raws = Path(given).read_bytes().splitlines()
-    assert [each["key"] for each in found] == [record_key(raw) for raw in raws]
-    record = json.loads(Path(wanted + ".run.json").read_text())
-    assert record["settings"] == SETTINGS
-    assert record["seed"] == 7
-    assert record["input"]["records"] == 30
-    assert record["input"]["path"] == given
-    assert record["figures"] == {"results": 30}
-    assert record["finished"]
-    assert record["process"]["pid"] == os.getpid()
-    assert sorted(os.listdir(os.path.dirname(wanted))) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
+COUNT = 30  # of ``given``
 
 
-def test_a_second_run_has_nothing_to_do_and_changes_nothing(given, wanted) -> None:
-    run(given, wanted, seed=7)
-    before = {path: Path(path).read_bytes() for path in (wanted, wanted + ".run.json")}
+def numbers(wanted: str) -> list[int]:
+    return [each["index"] for each in results(wanted)]
+
+
+def done_again(given: str, wanted: str, **options: Any) -> set[int]:
+    """What a further run still has to do."""
     todo: list[set[int]] = []
-    run(given, wanted, seen=todo.append)
-    assert todo == [set()]
+    run(given, wanted, seen=todo.append, **options)
+    return todo[-1]
+
+
+def folder_of(path: str) -> list[str]:
+    return sorted(os.listdir(os.path.dirname(path)))
+
+
+# -- runs that end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_a_second_one_that_has_nothing_to_do(given: str, wanted: str) -> None:
+    assert run(given, wanted, seed=7) == []
+    assert numbers(wanted) == list(range(COUNT))
+    assert [each["key"] for each in results(wanted)] == list(map(record_key, Path(given).read_bytes().splitlines()))
+    record = json.loads(Path(wanted + ".run.json").read_text())
+    assert (record["settings"], record["seed"], record["figures"]) == (SETTINGS, 7, {"results": COUNT})
+    assert (record["input"]["records"], record["input"]["path"]) == (COUNT, given)
+    assert record["finished"] and record["process"]["pid"] == os.getpid()
+    assert folder_of(wanted) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
+    before = {path: Path(path).read_bytes() for path in (wanted, wanted + ".run.json")}
+    assert done_again(given, wanted) == set()
     assert {path: Path(path).read_bytes() for path in before} == before
 
 
-def test_the_first_records_alone(given, wanted) -> None:
-    for _ in range(2):
-        with open_source(given) as source, open_output(wanted, source=source) as output:
-            output.begin(RunRecord({}, 7), source, limit=5)
-            todo = output.missing()
-            output.append([(n, answer(n, raw)) for n, raw in zip(todo.tolist(), source.records(todo), strict=True)])
-            output.finish(figures={"new": len(todo)})
-        assert len(results(wanted)) == 5
-        assert json.loads(Path(wanted + ".run.json").read_text())["figures"] == {"new": 5}, "of the run that did it"
-    run(given, wanted, settings={})
-    assert [each["index"] for each in results(wanted)] == list(range(30))
-    record = json.loads(Path(wanted + ".run.json").read_text())
-    assert (record["results"], record["figures"]) == (30, {"results": 30})
+def test_the_first_records_alone_then_all(given: str, wanted: str) -> None:
+    run(given, wanted, limit=5)
+    assert numbers(wanted) == list(range(5))
+    assert done_again(given, wanted) == set(range(5, COUNT))
+    assert numbers(wanted) == list(range(COUNT))
+    assert json.loads(Path(wanted + ".run.json").read_text())["results"] == COUNT
 
 
-def test_as_they_finished(given, wanted) -> None:
+def test_as_they_finished(given: str, wanted: str) -> None:
     run(given, wanted, order="finished")
-    found = [each["index"] for each in results(wanted)]
-    assert found != sorted(found)
-    assert sorted(found) == list(range(30))
+    assert numbers(wanted) != sorted(numbers(wanted)) == list(range(COUNT))
     with pytest.raises(OutputFileError, match="order 'sideways'"):
         run(given, wanted, order="sideways")
 
 
-def test_the_seed_is_drawn_once(given, wanted, whole) -> None:
+def test_the_seed_is_drawn_once(given: str, wanted: str) -> None:
     run(given, wanted, stop_after=9)
     seed = json.loads(Path(wanted + ".run.json").read_text())["seed"]
     run(given, wanted)
     assert {each["text"].split()[-1] for each in results(wanted)} == {str(seed)}
-    other = wanted.replace("out", "other")
-    run(given, other, stop_after=1)
-    assert json.loads(Path(other + ".run.json").read_text())["seed"] != seed
 
 
-def test_links_are_followed_and_modes_kept(given, folder) -> None:
+def test_links_are_followed_and_modes_kept(given: str, folder: Path) -> None:
     (folder / "far").mkdir()
     real, link = folder / "far" / "real.jsonl", folder / "out.jsonl"
     link.symlink_to(real)
     run(given, str(link), stop_after=9)
     os.chmod(real, 0o640)
     run(given, str(link))
-    assert link.is_symlink()
-    assert stat.S_IMODE(real.stat().st_mode) == 0o640
-    assert len(results(str(real))) == 30
+    assert link.is_symlink() and stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert len(results(str(real))) == COUNT
     assert sorted(os.listdir(folder / "far")) == ["real.jsonl", "real.jsonl.run.json"]
 
 
-def test_an_empty_file_is_as_good_as_none_and_one_that_was_not_used_goes(given, wanted, whole) -> None:
+def test_a_file_that_was_not_used_goes_unless_it_was_there_before(given: str, wanted: str, whole: bytes) -> None:
     with open_output(wanted):
         assert os.path.exists(wanted)
     assert not os.path.exists(wanted)
     Path(wanted).touch()
     with open_output(wanted):
         pass
-    assert os.path.exists(wanted), "it was there before"
     run(given, wanted, seed=7)
     assert Path(wanted).read_bytes() == whole
 
 
-def test_openai_batches_are_known() -> None:
+def test_which_lines_are_results() -> None:
     line = {"id": "batch_req_12_0123456789ab", "custom_id": "x", "response": {"status_code": 200}, "error": None}
     assert identify(line) == (12, "0123456789ab", False)
     assert identify({**line, "response": {"status_code": 400}}) == (12, "0123456789ab", True)
     assert identify({**line, "response": None, "error": {"message": "no"}}) == (12, "0123456789ab", True)
     assert identify({**line, "id": "batch_req_x"}) is None
-    assert identify({"index": 1, "key": "0123456789ab", "error": "why"}) == (1, "0123456789ab", True)
-    for odd in (
-        {"index": True},
-        {"index": -1},
-        {"index": 1.0},
-        {"index": 1 << 60},
-        {"key": "0123456789AB"},
-        {"key": 1},
-    ):
-        assert identify({"index": 1, "key": "0123456789ab", **odd}) is None
+    good = {"index": 1, "key": "0123456789ab"}
+    assert identify({**good, "error": "why"}) == (1, "0123456789ab", True)
+    odd_ones: list[dict[str, Any]] = [{"index": True}, {"index": -1}, {"index": 1.0}, {"index": 1 << 60}, {"key": 1}]
+    for odd in (*odd_ones, {"key": "0123456789AB"}):
+        assert identify({**good, **odd}) is None
 
 
-# Runs that are killed
+# -- runs that are killed or interrupted -------------------------------------------------------------------------------
 
 
 KILLED = {
@@ -146,76 +141,80 @@ KILLED = {
 }
 
 
-def test_killed_before_any_call_that_changes_a_file_and_in_the_middle_of_any_write(folder) -> None:
+def test_killed_before_any_call_that_changes_a_file_and_in_the_middle_of_any_write(folder: Path) -> None:
+    """In the compaction at the end, too."""
     done = program("-m", "support_file_runs", "every", str(folder), json.dumps(KILLED))
     reports = json.loads(done.stdout or "null")
     assert reports is not None, done.stderr
     assert {name: report["wrong"] for name, report in reports.items()} == {name: [] for name in KILLED}
-    assert all(report["deaths"] > 25 for report in reports.values()), reports
+    assert all(report["deaths"] > 15 for report in reports.values()), reports
 
 
-def test_killed_at_random_again_and_again(folder) -> None:
-    done = program("-m", "support_file_runs", "random", str(folder), "out.jsonl", "80", "300")
-    assert json.loads(done.stdout or "null") == {"deaths": 80, "wrong": []}, done.stderr
+def test_killed_at_random_again_and_again(folder: Path) -> None:
+    done = program("-m", "support_file_runs", "random", str(folder), "out.jsonl", "100", "300")
+    assert json.loads(done.stdout or "null") == {"deaths": 100, "wrong": []}, done.stderr
 
 
 @pytest.mark.parametrize("half", [0.0, 0.5, 1.0])
-def test_interrupted_on_any_line_of_an_append(given, folder, half, monkeypatch) -> None:
+def test_interrupted_on_any_line_of_an_append(
+    given: str, folder: Path, whole: bytes, half: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C comes between any two lines of Python, also behind half a write."""
     real_write = os.write
 
-    def write(descriptor: int, data) -> int:
+    def write(descriptor: int, data: Any) -> int:
         if half and len(data) > 1:
+            sys.settrace(None)
             real_write(descriptor, bytes(data[: int(len(data) * half)]))
             raise KeyboardInterrupt
         return real_write(descriptor, data)
 
-    for at in range(1, 200):
-        wanted = str(folder / f"out{at}.jsonl")
-        with open_source(given) as source, open_output(wanted, source=source, fsync="1000s") as output:
-            output.begin(RunRecord(SETTINGS, 7), source)
-            if at % 2:  # else the thread is begun by the append that is interrupted
-                output.append([(0, answer(0, source.records([0])[0], seed=7))])
-            lines = [(number, answer(number, raw, seed=7)) for number, raw in enumerate(source.records([1, 2]), 1)]
-            count = 0
+    for at in range(1, 60):
+        wanted, count = str(folder / f"out{at}.jsonl"), 0
 
-            def trace(frame, event, arg, at=at):
-                nonlocal count
-                if not frame.f_code.co_filename.endswith(("journal.py", "journal_index.py", "paths.py", "syncing.py")):
-                    return None
-                if event == "line":
-                    count += 1
-                    if count == at:
-                        sys.settrace(None)
-                        raise KeyboardInterrupt
-                return trace
+        def trace(frame: Any, event: str, arg: Any, at: int = at) -> Any:
+            nonlocal count
+            if not frame.f_code.co_filename.endswith(("journal.py", "paths.py")):
+                return None
+            count += event == "line"
+            if event == "line" and count == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
 
-            sys.settrace(trace)
+        def interrupted(number: int) -> None:
+            if number == 9:
+                monkeypatch.setattr(os, "write", write)
+                sys.settrace(trace)
+
+        with contextlib.suppress(KeyboardInterrupt):
             try:
-                with monkeypatch.context() as patch:
-                    patch.setattr(os, "write", write)
-                    output.append(lines)
-                interrupted = False
-            except KeyboardInterrupt:
-                interrupted = True
+                run(given, wanted, seed=7, fsync="always", batch=1, shuffle=None, done=interrupted)
             finally:
                 sys.settrace(None)
-            output.append([(3, answer(3, source.records([3])[0], seed=7))])
-        found = Path(wanted).read_bytes()
-        assert found.endswith(b"\n")
-        indices = [each["index"] for each in results(wanted)]
-        first = [0] * (at % 2)
-        assert indices in ([*first, 3], [*first, 1, 3], [*first, 1, 2, 3])
-        assert interrupted or len(indices) == 3 + at % 2
+                monkeypatch.undo()
+        assert Path(wanted).read_bytes() == whole or numbers(wanted)[:10] == list(range(10))
         run(given, wanted, seed=7)
-        assert [each["index"] for each in results(wanted)] == list(range(30))
-        if count < at:
-            break
-    else:
-        pytest.fail("the append has no end")
+        assert Path(wanted).read_bytes() == whole
 
 
-# What is found at the end of a file, and in it
+# -- what is found at the end of a file, and in it ---------------------------------------------------------------------
+
+
+def test_a_power_cut_at_any_byte_of_the_tail(given: str, wanted: str, whole: bytes) -> None:
+    """The tail is gone, or is zeros."""
+    data = b"".join(half_done(given, wanted))
+    record = Path(wanted + ".run.json").read_bytes()
+    for cut in range(len(data) - 190, len(data)):
+        for tail in (b"", b"\0" * (len(data) - cut), b"\0" * 4096 + b"\n"):
+            Path(wanted).write_bytes(data[:cut] + tail)
+            Path(wanted + ".run.json").write_bytes(record)
+            run(given, wanted, seed=7, fsync="never")
+            assert Path(wanted).read_bytes() == whole, (cut, tail)
+
+
+def last_counts(lines: list[bytes]) -> list[bytes]:
+    return [lines[0].replace(b'"text": "', b'"text": "old '), *lines]
 
 
 @pytest.mark.parametrize(
@@ -223,15 +222,11 @@ def test_interrupted_on_any_line_of_an_append(given, folder, half, monkeypatch) 
     [
         (lambda lines: [*lines[:-1], lines[-1][:10]], "half a line at its end is cut off"),
         (lambda lines: [*lines[:-1], lines[-1][:-1]], "half a line at its end is cut off"),
-        (lambda lines: [*lines, b"\0" * 4096], "damaged by a crash"),
-        (lambda lines: [*lines, b'{"index": 3, "te\0\0\0\0\n'], "damaged by a crash"),
         (lambda lines: [*lines, b"\xff\xfe\n"], "half a line"),
-        (
-            lambda lines: [*lines[:3], b'{"index": 3, "te\0\0\0\0xt": "a"}\n', *lines[4:]],
-            "line 4 was damaged by a crash",
-        ),
-        (lambda lines: [b"\0" * 10 + b"\n", *lines], "line 1 was damaged by a crash"),
-        (lambda lines: [*lines, lines[0], lines[1]], "2 results were there twice"),
+        (lambda lines: [*lines[:3], b'{"index": 3, "te\0\0\0\0xt": "a"}\n', *lines[4:]], "line 4 damaged by a crash"),
+        (lambda lines: [b"\0\n", b"\0\n", *lines], "line 1 and 1 more damaged by a crash"),
+        (lambda lines: [*lines, lines[0], lines[1]], ""),
+        (last_counts, ""),
         (lambda lines: [lines[0], b"\n", *lines[1:], b"\n\n"], ""),
         (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], ""),
         (lambda lines: [b"\xef\xbb\xbf", *lines], ""),
@@ -239,147 +234,469 @@ def test_interrupted_on_any_line_of_an_append(given, folder, half, monkeypatch) 
         (lambda lines: [], ""),
     ],
 )
-def test_damage_is_repaired_and_said(given, wanted, whole, change, said) -> None:
+def test_damage_is_repaired_and_said(given: str, wanted: str, whole: bytes, change: Any, said: str) -> None:
     Path(wanted).write_bytes(b"".join(change(half_done(given, wanted))))
     notes = run(given, wanted, seed=7)
-    assert [line.rstrip() for line in Path(wanted).read_bytes().split(b"\n")] == whole.split(b"\n")
-    assert len(notes) == bool(said)
-    assert said in "".join(notes)
+    assert Path(wanted).read_bytes() == whole
+    assert len(notes) == bool(said) and said in "".join(notes)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda lines: [*lines[:3], b"note to myself\n", *lines[3:]],
-        lambda lines: [*lines[:3], lines[3][:10] + b"\n", *lines[4:]],
-        lambda lines: [*lines[:3], b'{"index": 3}\n', *lines[3:]],
-        lambda lines: [*lines[:3], b"[1]\n", *lines[3:]],
-    ],
-)
-def test_a_line_that_is_not_ours_is_named_and_nothing_is_changed(given, wanted, change) -> None:
-    Path(wanted).write_bytes(before := b"".join([*change(half_done(given, wanted)), b'{"half']))
-    with pytest.raises(
-        OutputFileError, match=r"out.jsonl, line 4: this is not a result.*Nothing was changed.*--restart"
-    ):
+@pytest.mark.parametrize("odd", [b"note to myself\n", b'{"index": 3, \n', b'{"index": 3}\n', b"[1]\n"])
+def test_a_line_that_is_not_ours_is_named_and_nothing_is_changed(given: str, wanted: str, odd: bytes) -> None:
+    lines = half_done(given, wanted)
+    Path(wanted).write_bytes(before := b"".join([*lines[:3], odd, *lines[3:], b'{"half']))
+    with pytest.raises(OutputFileError, match=r"out.jsonl, line 4: this is not a result.*Nothing was changed"):
         run(given, wanted, seed=7)
     assert Path(wanted).read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"index": 0, "text": "a", "key": "0123456789ab"}\n'])
-def test_somebody_elses_file_is_left_alone(given, wanted, content) -> None:
+def test_somebody_elses_file_is_left_alone(given: str, wanted: str, content: bytes) -> None:
     Path(wanted).write_bytes(content)
     with pytest.raises(OutputFileError, match="--restart"):
         run(given, wanted)
-    assert Path(wanted).read_bytes() == content
-    assert not os.path.exists(wanted + ".run.json")
+    assert Path(wanted).read_bytes() == content and not os.path.exists(wanted + ".run.json")
     notes = run(given, wanted, restart=True)
     assert Path(wanted + ".bak-1").read_bytes() == content
     assert "is in " in notes[0]
 
 
-def test_results_without_their_record_and_a_damaged_record(given, wanted) -> None:
+def test_results_without_their_record_and_a_damaged_record(given: str, wanted: str) -> None:
     half_done(given, wanted)
-    Path(wanted + ".run.json").write_text('{"settings": ')
-    with pytest.raises(OutputFileError, match="is damaged"):
-        run(given, wanted)
-    Path(wanted + ".run.json").write_text('{"settings": []}')
-    with pytest.raises(OutputFileError, match="is damaged"):
-        run(given, wanted)
+    for written in ('{"settings": ', '{"settings": []}', '{"settings": {}, "shard": {"part": 1}}', '{"seed": 1}'):
+        Path(wanted + ".run.json").write_text(written)
+        with pytest.raises(OutputFileError, match="is damaged"):
+            run(given, wanted)
     os.unlink(wanted + ".run.json")
     with pytest.raises(OutputFileError, match=r"out.jsonl.run.json.*is not there.*give another output, or `--restart`"):
         run(given, wanted)
 
 
-# Another run than before
+# -- another run than before -------------------------------------------------------------------------------------------
 
 
-def test_other_settings_are_named(given, wanted) -> None:
+def test_other_settings_are_named(given: str, wanted: str) -> None:
     lines = half_done(given, wanted)
     settings = {"max_new_tokens": 20, "model": {"name": "tiny", "revision": "abc"}, "temperature": None}
-    with pytest.raises(RunChangedError) as error:
+    with pytest.raises(RunChangedError, match="--restart") as error:
         run(given, wanted, settings=settings, seed=8)
-    assert error.value.differences == [
+    assert sorted(error.value.differences) == [
         "max_new_tokens was 50 and is 20",
         'model.revision was not set and is "abc"',
         "seed was 7 and is 8",
     ]
-    assert "--restart" in str(error.value)
     assert Path(wanted).read_bytes() == b"".join(lines)
     run(given, wanted, settings={**SETTINGS, "stop": None})
 
 
-def test_before_the_first_result_settings_may_change(given, wanted) -> None:
+def test_before_the_first_result_settings_may_change(given: str, wanted: str) -> None:
     run(given, wanted, stop_after=9)
     os.truncate(wanted, 20)
     run(given, wanted, settings={"max_new_tokens": 1})
     assert json.loads(Path(wanted + ".run.json").read_text())["settings"] == {"max_new_tokens": 1}
 
 
-def test_a_changed_input_is_noticed_and_a_longer_one_is_gone_on_with(given, wanted) -> None:
+def test_a_changed_input_is_noticed_and_a_longer_one_is_gone_on_with(given: str, wanted: str) -> None:
     run(given, wanted, seed=7)
     lines = Path(given).read_bytes().splitlines(keepends=True)
     for _ in range(2):  # a refusal does not make the next run believe it
         Path(given).write_bytes(b"".join([*lines[:16], b'{"prompt": "other"}\n', *lines[17:]]))
-        with pytest.raises(RunChangedError, match=r"line 17: this record has changed since .*out.jsonl was begun"):
+        with pytest.raises(RunChangedError, match="line 17: this record has changed since"):
             run(given, wanted)
     Path(given).write_bytes(b"".join(lines[:20]))
     with pytest.raises(RunChangedError, match=r"has a result for record 30, and .*in.jsonl has only 20"):
         run(given, wanted)
     Path(given).write_bytes(b"\n".join([*lines[:29], lines[29].strip(), b'{"prompt": "new"}']))
-    todo: list[set[int]] = []
-    run(given, wanted, seen=todo.append)
-    assert todo == [{30}], "blank lines and the end of the last line are no change"
-    assert [each["index"] for each in results(wanted)] == list(range(31))
+    assert done_again(given, wanted) == {30}, "blank lines and the end of the last line are no change"
+    assert numbers(wanted) == list(range(31))
 
 
-def test_restarts_keep_everything(given, wanted) -> None:
-    kept = []
+def test_restarts_keep_everything(given: str, wanted: str) -> None:
+    kept: list[tuple[bytes, bytes]] = []
     for number in range(3):
-        kept.append((Path(wanted).read_bytes(), Path(wanted + ".run.json").read_bytes()) if number else None)
         run(given, wanted, settings={"max_new_tokens": number}, restart=number > 0, stop_after=9)
+        kept.append((Path(wanted).read_bytes(), Path(wanted + ".run.json").read_bytes()))
     for number in (1, 2):
-        assert Path(f"{wanted}.bak-{number}").read_bytes() == kept[number][0]
-        assert Path(f"{wanted}.bak-{number}.run.json").read_bytes() == kept[number][1]
-    assert len(results(wanted)) == 9
+        there = Path(f"{wanted}.bak-{number}").read_bytes(), Path(f"{wanted}.bak-{number}.run.json").read_bytes()
+        assert there == kept[number - 1]
 
 
-def test_a_refused_restart_changes_nothing(given, wanted) -> None:
+def test_a_refused_restart_changes_nothing(given: str, wanted: str) -> None:
     lines = half_done(given, wanted)
     with open_source(given) as source, open_output(wanted, source=source, restart=True):
         pass  # the model cannot be loaded, say
-    assert Path(wanted).read_bytes() == b"".join(lines)
-    assert not os.path.exists(wanted + ".bak-1")
+    assert Path(wanted).read_bytes() == b"".join(lines) and not os.path.exists(wanted + ".bak-1")
 
 
-def test_errors_are_done_until_they_are_retried(given, wanted, whole) -> None:
+def test_errors_are_done_until_they_are_retried(given: str, wanted: str, whole: bytes) -> None:
     run(given, wanted, seed=7, bad=[3, 5])
-    todo: list[set[int]] = []
-    run(given, wanted, seed=7, seen=todo.append)
-    with open_output(wanted) as output:
-        assert output.errors.tolist() == [3, 5]
-    run(given, wanted, seed=7, retry_errors=True, seen=todo.append)
-    assert todo == [set(), {3, 5}]
+    assert done_again(given, wanted, seed=7) == set()
+    assert done_again(given, wanted, seed=7, retry_errors=True, stop_after=1) == {3, 5}
+    assert len(done_again(given, wanted, seed=7, retry_errors=True)) == 1
     assert Path(wanted).read_bytes() == whole
 
 
-# Many
+# -- two runs on one output --------------------------------------------------------------------------------------------
 
 
-def test_many_results_are_read_again_and_put_in_order(folder) -> None:
+HOLDER = """
+import sys
+from support_file_runs import open_output, open_source, np, RunRecord
+with open_source(sys.argv[1]) as source, open_output(sys.argv[2], source=source) as output:
+    output.begin(RunRecord({}, input=source.summary()), np.arange(30), source)
+    output.start({})
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_on_one_output(given: str, wanted: str) -> None:
+    command = [sys.executable, "-c", HOLDER, given, wanted]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=PATHS) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"ready\n"
+        os.symlink(wanted, link := wanted.replace("out", "link"))
+        for path, restart in ((wanted, False), (wanted, True), (link, False)):
+            said = rf"another run \(process {other.pid} on \S+, since .*\) is writing"
+            with pytest.raises(OutputBusyError, match=said):
+                run(given, path, restart=restart)
+        other.kill()
+    run(given, wanted)
+    assert len(results(wanted)) == COUNT
+
+
+def test_a_file_that_was_replaced_before_it_was_locked_is_opened_again(
+    given: str, wanted: str, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_done(given, wanted)
+    real, done = fcntl.flock, []
+
+    def flock(*asked: Any) -> None:
+        if not done:
+            done.append(1)
+            run(given, wanted, seed=7)  # ends, and puts another file there, just before this one is locked
+        real(*asked)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert done_again(given, wanted, seed=7) == set()
+    assert Path(wanted).read_bytes() == whole
+
+
+def test_the_file_that_takes_the_place_of_another_is_locked_before(
+    given: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, busy = os.replace, []
+
+    def replace(one: str, other: str) -> None:
+        real(one, other)
+        if other == wanted:
+            with open(wanted, "rb") as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            busy.append(1)
+
+    monkeypatch.setattr(os, "replace", replace)
+    run(given, wanted)
+    assert busy == [1]
+
+
+def test_a_file_that_is_removed_or_replaced_while_it_is_written_to(given: str, wanted: str, whole: bytes) -> None:
+    run(given, wanted, seed=7, done=lambda number: Path(wanted).unlink(missing_ok=True))
+    assert Path(wanted).read_bytes() == whole, "the last step makes it again"
+
+    def replaced(number: int) -> None:
+        Path(wanted).unlink(missing_ok=True)
+        Path(wanted).write_bytes(b"other")
+
+    with pytest.raises(OutputFileError, match="was replaced by another file"):
+        run(given, wanted, restart=True, done=replaced)
+    assert Path(wanted).read_bytes() == b"other"
+
+
+def test_a_file_system_without_locks_is_said_once(given: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*asked: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (note,) = run(given, wanted)
+    assert "cannot be locked" in note
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+def full_after(monkeypatch: pytest.MonkeyPatch, size: int, number: int = errno.ENOSPC) -> None:
+    """The output takes ``size`` bytes in all."""
+    real = os.write
+
+    def write(descriptor: int, data: Any) -> int:
+        room = size - os.fstat(descriptor).st_size
+        if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")) != "out.jsonl" or len(data) <= room:
+            return real(descriptor, data)
+        if room <= 0:
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, bytes(data[:room]))
+
+    monkeypatch.setattr(os, "write", write)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "the quota on this disk is used up"),
+        (errno.EIO, "Input/output error"),
+        (errno.EFBIG, "largest size allowed"),
+    ],
+)
+@pytest.mark.parametrize("size", [0, 1, 500, 777])
+def test_a_write_that_fails_keeps_whole_lines(
+    given: str, wanted: str, whole: bytes, number: int, said: str, size: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        full_after(patch, size, number)
+        with pytest.raises(OutputWriteError, match=rf"out.jsonl could not be written: .*{said}.*continues") as error:
+            run(given, wanted, seed=7)
+    content = Path(wanted).read_bytes() if error.value.kept else b""
+    assert len(content) <= size and content[-1:] in (b"", b"\n")
+    assert content.count(b"\n") == error.value.kept and (size < 300 or error.value.kept > 0)
+    assert isinstance(error.value, OSError) and error.value.errno == number
+    run(given, wanted, seed=7)
+    assert Path(wanted).read_bytes() == whole
+
+
+def test_a_writer_that_has_failed_stays_so(given: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_source(given) as source, open_output(wanted, source=source) as output:
+        output.begin(RunRecord({}), np.arange(COUNT), source)
+        output.start({})
+        full_after(monkeypatch, 300)
+        lines = [(n, answer(n, b"x" * 50)) for n in range(9)]
+        acts: list[Callable[[], Any]] = [lambda: output.append(lines), lambda: output.append(lines), output.finish]
+        for act in acts:
+            with pytest.raises(OutputWriteError, match="disk is full"):
+                act()
+        with pytest.raises(ValueError, match="one line"):
+            open_output(wanted.replace("out", "other"), records=1)._journal.append([(0, b"{}\n")])  # type: ignore[union-attr]
+
+
+def failing(number: int, suffix: str) -> Callable[[int], None]:
+    def fsync(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix):
+            raise OSError(number, os.strerror(number))
+
+    return fsync
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_no_room_for_the_last_step_keeps_the_results(given: str, folder: Path, name: str) -> None:
+    wanted = str(folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", failing(errno.ENOSPC, f"{name}.hf-batchllm.tmp"))
+        with pytest.raises(OutputWriteError, match="disk is full") as error:
+            run(given, wanted)
+    assert error.value.kept == COUNT and not list(folder.glob("*.tmp"))
+    assert done_again(given, wanted) == set()
+    if name == "out.jsonl":
+        assert numbers(wanted) == list(range(COUNT))
+    assert folder_of(wanted) == ["in.jsonl", name, f"{name}.run.json"]
+
+
+def test_a_record_that_cannot_be_written_stops_the_run_before_its_first_result(
+    given: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC, "run.json.hf-batchllm.tmp"))
+    with pytest.raises(OutputWriteError, match=r"out.jsonl.run.json could not be written: the disk is full"):
+        run(given, wanted)
+    assert folder_of(wanted) == ["in.jsonl"]
+
+
+LIMITED = """
+import resource, sys
+from support_file_runs import run, write_input
+from hf_batchllm.errors import OutputWriteError
+place, limit = sys.argv[1], int(sys.argv[2])
+write_input(place + "/in.jsonl", 900)
+try:
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    run(place + "/in.jsonl", place + "/small/out.jsonl", seed=7)
+except OutputWriteError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    data = open(place + "/small/out.jsonl", "rb").read()
+    assert data.endswith(b"\\n") and data.count(b"\\n") == error.kept > 100, (len(data), error.kept)
+    print(error)
+"""
+
+
+def test_a_full_disk_and_a_limit_on_files_for_real(folder: Path) -> None:
+    """In a mount of its own where the system lets us, and with `ulimit -f`."""
+    (folder / "small").mkdir()
+    limited = program("-c", LIMITED, str(folder), "60000")
+    assert "largest size allowed" in limited.stdout, limited.stderr
+    mounted = f"mount -t tmpfs -o size=64k none {folder}/small && exec {sys.executable} -c '{LIMITED}' {folder} 0"
+    with contextlib.suppress(FileNotFoundError):
+        command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mounted]
+        full = subprocess.run(command, capture_output=True, text=True, env=PATHS)
+        if "Traceback" in full.stderr or full.returncode == 0:
+            assert "the disk is full" in full.stdout, full.stderr
+
+
+@pytest.mark.parametrize(("policy", "times"), [("always", COUNT), ("never", 0), ("1000s", 0), (1000, 0), ("0s", COUNT)])
+def test_how_often_results_are_brought_to_the_disk(
+    given: str, wanted: str, monkeypatch: pytest.MonkeyPatch, policy: Any, times: int
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    run(given, wanted, fsync=policy, batch=1)
+    assert seen.count(wanted) == (1 if policy in ("1000s", 1000) else times), "always at the end, unless never"
+
+
+def test_a_disk_that_cannot_sync_or_fails(given: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL, ""))  # a file system without it
+    run(given, wanted, fsync="always")
+    assert len(results(wanted)) == COUNT
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO, "other.jsonl"))
+    with pytest.raises(OutputWriteError, match="Input/output error"):
+        run(given, wanted.replace("out", "other"), fsync="0.0001s")
+
+
+@pytest.mark.parametrize("policy", ["sometimes", "", "5m", -1, True, None])
+def test_other_policies_are_refused(wanted: str, policy: Any) -> None:
+    with pytest.raises(ConfigError, match="`always`, `never`, or seconds"):
+        open_output(wanted, fsync=policy)
+    assert seconds_between_syncs("2.5") == 2.5 and not os.path.exists(wanted)
+
+
+# -- places that cannot be written to ----------------------------------------------------------------------------------
+
+
+def test_places_that_cannot_be(given: str, folder: Path) -> None:
+    (folder / "place.jsonl").mkdir()
+    (folder / "in2.jsonl").symlink_to(given)
+    os.link(given, folder / "in3.jsonl")
+    (folder / "circle.jsonl").symlink_to(folder / "circle.jsonl")
+    before = Path(given).read_bytes()
+    for name, said in {
+        "place.jsonl": "is a folder",
+        "none/out.jsonl": "there is no folder",
+        "in.jsonl": "is the input",
+        "in2.jsonl": "is the input",
+        "in3.jsonl": "is the input",
+        "circle.jsonl": "symbolic links",
+        "out.txt": "a .txt cannot hold: name it .jsonl or .csv",
+        "out.jsonl.gz": "results cannot be added to a compressed file: leave .gz out",
+        "x" * 300 + ".jsonl": "too long",
+    }.items():
+        with open_source(given) as source, pytest.raises(OutputFileError, match=said):
+            open_output(folder / name, source=source)
+    (folder / "in.csv.part.jsonl").write_bytes(before)
+    with open_source(folder / "in.csv.part.jsonl") as source, pytest.raises(OutputFileError, match="is the input"):
+        open_output(folder / "in.csv", source=source)
+    assert Path(given).read_bytes() == (folder / "in.csv.part.jsonl").read_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="there are no other users")
+def test_read_only_places_are_refused_before_anything_else(folder: Path) -> None:
+    os.chmod(folder, 0o755)
+    (folder / "shut").mkdir(mode=0o555)
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    (folder / "open" / "shut.jsonl").touch()
+    (folder / "open" / "shut.jsonl").chmod(0o444)
+    code = """
+import numpy, os, sys, support_file_runs  # what is imported is found before the user is changed
+from hf_batchllm.errors import OutputFileError
+os.geteuid() or os.setresuid(65534, 65534, 65534)
+for path in sys.argv[1:]:
+    try:
+        support_file_runs.open_output(path)
+    except OutputFileError as error:
+        print(error)
+"""
+    done = program("-c", code, *(str(folder / name) for name in ("shut/out.jsonl", "open/shut.jsonl")))
+    assert done.stdout.count("cannot be written to: Permission denied") == 2, done.stderr
+
+
+# -- many --------------------------------------------------------------------------------------------------------------
+
+
+def test_many_results_are_read_again_and_put_in_order(folder: Path) -> None:
     given, wanted = str(folder / "in.jsonl"), str(folder / "out.jsonl")
     write_input(given, 20_000)
     run(given, wanted, batch=1000, stop_after=15_000, fsync="never")
-    with open_output(wanted) as output:
-        assert len(output) == 15_000
-    run(given, wanted, batch=1000, fsync="never")
-    assert [each["index"] for each in results(wanted)] == list(range(20_000))
+    assert len(done_again(given, wanted, batch=1000, fsync="never")) == 5_000
+    assert numbers(wanted) == list(range(20_000))
 
 
-def test_a_result_must_be_one_line(given, wanted) -> None:
-    with open_source(given) as source, open_output(wanted, source=source) as output:
-        output.begin(RunRecord({}), source)
-        with pytest.raises(ValueError, match="one line"):
-            output.append([(0, b"{}\n")])
-        output.append([])
-        assert np.array_equal(output.missing(), np.arange(30))
-        assert np.array_equal(output.missing(5), np.arange(5))
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+STREAM = """
+import sys
+from support_file_runs import run
+from hf_batchllm.errors import FilesError
+try:
+    run(sys.argv[1], sys.argv[2], batch=1, seed=7, fsync="always")
+except FilesError as error:
+    print(type(error).__name__, error, file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+def stream(given: str, target: str, **options: Any) -> Any:
+    return subprocess.Popen([sys.executable, "-c", STREAM, given, target], env=PATHS, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_stdout(given: str, folder: Path, name: str) -> None:
+    expected = [answer(number, raw, seed=7) for number, raw in enumerate(Path(given).read_bytes().splitlines())]
+    with stream(given, name, stdout=subprocess.PIPE) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == sorted(expected)
+    with open(folder / "redirected", "w+b") as file:
+        file.write(b"before\n")
+        file.flush()
+        with stream(given, name, stdout=file) as process:
+            process.communicate()
+    assert sorted((folder / "redirected").read_bytes().splitlines()) == sorted([*expected, b"before"])
+    assert sorted(os.listdir(folder)) == ["in.jsonl", "redirected"], "no run record beside a stream"
+
+
+def test_what_is_read_is_not_written_to_through_a_descriptor_either(given: str) -> None:
+    before = Path(given).read_bytes()
+    with open(given, "r+b") as file:
+        for target in ("-", f"/dev/fd/{file.fileno()}"):
+            with stream(given, target, stdout=file, pass_fds=[file.fileno()]) as process:
+                assert b"is the input" in process.stderr.read()
+    with open(given, "rb") as file, stream("-", given, stdin=file) as process:
+        assert b"stdin is the input" in process.stderr.read()
+    assert Path(given).read_bytes() == before
+
+
+def test_a_closed_pipe_and_a_full_device(given: str) -> None:
+    write_input(given, 3000)
+    with stream(given, "-", stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 1 and said.count("\n") == 1
+    assert said.startswith("OutputWriteError stdout cannot be written to any more: its reader has closed it")
+    if os.path.exists("/dev/full"):
+        with pytest.raises(OutputWriteError, match=r"/dev/full.*the disk is full. 0 results were written"):
+            run(given, "/dev/full")
+    run(given, "/dev/null")
+    with pytest.raises(OutputFileError, match="takes JSON lines"):
+        open_output("-", "csv")
+
+
+def test_other_pipes_and_one_that_does_not_wait(given: str, folder: Path) -> None:
+    os.mkfifo(pipe := str(folder / "pipe.jsonl"))
+    with stream(given, pipe):
+        assert Path(pipe).read_bytes().count(b"\n") == COUNT
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    write_input(given, 3000)
+    with stream(given, f"/dev/fd/{writer}", pass_fds=[writer]) as process:
+        os.close(writer)
+        with open(reader, "rb") as file:
+            assert file.read().count(b"\n") == 3000
+    assert process.returncode == 0

@@ -12,14 +12,20 @@ from support_file_stand_ins import KEY, run_lines
 from support_letter_tokenizers import EOS, letter_tokenizer
 
 from hf_batchllm import BatchGenerator, Generation
-from hf_batchllm.files.records.prompt_records import OPENAI, PLAIN, BadPromptRecord, PromptRecord
-from hf_batchllm.files.records.record_reader import RecordReader, dialect_of, repeated_ids
-from hf_batchllm.files.records.result_layout import identify
-from hf_batchllm.files.records.result_lines import ResultWriter
-from hf_batchllm.files.records.settings import GenerationSettings
-from hf_batchllm.files.records.token_texts import TokenTexts
+from hf_batchllm.files.journal import identify
+from hf_batchllm.files.records import (
+    OPENAI,
+    PLAIN,
+    BadPromptRecord,
+    PromptRecord,
+    RecordReader,
+    dialect_of,
+    repeated_ids,
+)
+from hf_batchllm.files.results import ResultWriter, TokenTexts
 from hf_batchllm.files.run_options import RunOptions
-from hf_batchllm.files.store.sources import open_source
+from hf_batchllm.files.settings import GenerationSettings
+from hf_batchllm.files.sources import open_source
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -113,7 +119,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
             "response_format",
         ),
         (request(stream=True), "`stream` is not supported: results go to a file", "stream"),
-        (request(audio={}), "`audio` is not supported", "audio"),
+        (request(audio={"voice": "x"}), "`audio` is not supported", "audio"),
         (request(presence_penalty=0.5), "`presence_penalty` is not supported: only 0 is", "presence_penalty"),
         (request(max_token=5), "`max_token` is not supported; did you mean `max_tokens`?", "max_token"),
         (request(foo=5), "`foo` is not supported: leave it out", "foo"),
@@ -144,7 +150,7 @@ def test_what_cannot_be_served_is_refused_by_name(record: Any, why: str, param: 
 
 def test_an_id_that_was_there_before_is_a_bad_line() -> None:
     records = [(number, json.dumps(request(custom_id=name)).encode()) for number, name in enumerate("abacab")]
-    second = repeated_ids([*records[3:], *records[:3], (6, b"no json"), (7, b'{"custom_id": 4}')])
+    second = repeated_ids([*records, (6, b"no json"), (7, b'{"custom_id": 4}')])
     assert second == {2: 0, 4: 0, 5: 1}
     prompt_record = read(request(), repeated={2: 0})
     assert str(prompt_record) == "line 3: has the custom_id 'a', which line 1 has already: each needs its own"

@@ -15,7 +15,7 @@ from support_families import build
 from hf_batchllm import BatchGenerator, run_file
 from hf_batchllm.cli import main
 from hf_batchllm.errors import RunChangedError
-from hf_batchllm.files.records.settings import SettingError
+from hf_batchllm.files.settings import SettingError
 
 LONG = "w5 w6 w7 w8 w9 w30 w31 w32"
 PARSED = {"function": {"name": "w9", "arguments": {"x": "w8"}}}

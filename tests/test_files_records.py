@@ -13,21 +13,20 @@ from support_file_stand_ins import KEY, run_lines
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
-from hf_batchllm.files.records.line_configs import LineConfig, LineConfigs, settings_in_config
-from hf_batchllm.files.records.prompt_records import ALL_FIELDS, BadPromptRecord, PromptRecord, RecordLayout
-from hf_batchllm.files.records.record_reader import RecordReader
-from hf_batchllm.files.records.result_layout import identify
-from hf_batchllm.files.records.result_lines import ResultWriter
-from hf_batchllm.files.records.settings import (
+from hf_batchllm.files.journal import identify
+from hf_batchllm.files.record_engine import LineConfig, RecordEngine, line_config, settings_in_config
+from hf_batchllm.files.records import ALL_FIELDS, BadPromptRecord, PromptRecord, RecordLayout, RecordReader
+from hf_batchllm.files.results import ResultWriter
+from hf_batchllm.files.run_options import RunOptions
+from hf_batchllm.files.settings import (
     GenerationSettings,
     SettingError,
     read_assignments,
     read_settings,
     settings_in_record,
 )
-from hf_batchllm.files.records.templates import Template, TemplateError, unescaped
-from hf_batchllm.files.run_options import RunOptions
-from hf_batchllm.files.store.sources import open_source
+from hf_batchllm.files.sources import open_source
+from hf_batchllm.files.templates import Template, TemplateError, unescaped
 
 
 def read(
@@ -182,7 +181,7 @@ def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
     assert (
         good({"prompt": "x", "seed": 4}, RecordLayout(keep=("seed",))).settings.seed == 4
     )  # kept, and a setting still
-    assert "`constraints` is not supported" in LineConfigs.of(generator).resolve(read_settings({"constraints": ["x"]}))
+    assert "`constraints` is not supported" in line_config(generator, read_settings({"constraints": ["x"]}))
 
 
 def test_cells_are_text_and_an_empty_one_says_nothing() -> None:
@@ -321,12 +320,11 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
 def test_a_model_that_samples_by_itself_gives_several_answers(
     generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = LineConfigs.of(generator)
-    assert "greedy" in configs.resolve(GenerationSettings({"num_return_sequences": 2}))
+    assert "greedy" in line_config(generator, GenerationSettings({"num_return_sequences": 2}))
     monkeypatch.setattr(generator.model.generation_config, "do_sample", True)
-    configs = LineConfigs.of(generator)
+    engine = RecordEngine(generator)
     settings = GenerationSettings({"num_return_sequences": 2, "max_new_tokens": 2})
-    resolved = configs.resolve(settings)
+    resolved = engine.resolved(settings)
     assert isinstance(resolved, LineConfig) and resolved.samples == 2
-    assert resolved is configs.resolve(GenerationSettings(dict(settings.options)))
+    assert resolved is engine.resolved(GenerationSettings(dict(settings.options)))
     assert len(generator.generate([[5, 6]], [resolved.config])) == 2

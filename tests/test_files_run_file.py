@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_batchllm import BatchGenerator, FileReport, run_file
 from hf_batchllm.errors import FilesError, InputFileError, OutputBusyError, OutputWriteError, RunChangedError
+from hf_batchllm.files.output import FileOutput
 
 FAMILY = "llama"
 KILLS = int(os.environ.get("KILLS", up_to(20)))  # a hundred take half a minute
@@ -253,32 +254,37 @@ def test_a_full_disk_keeps_what_was_written(
     assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_an_interrupt_says_that_the_same_call_goes_on(tmp_path: Path, generator: BatchGenerator) -> None:
-    source, target = written(tmp_path / "in.jsonl", records(200)), tmp_path / "out.jsonl"
-    run_file(generator, source, tmp_path / "whole.jsonl", **SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("out.jsonl", r"are in .*out\.jsonl, and the same call"),
+        ("out.csv", r"out\.csv\.part\.jsonl \(.*comes at the end"),
+    ],
+)
+def test_an_interrupt_says_that_the_same_call_goes_on(
+    tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    source, target = written(tmp_path / "in.jsonl", records(60)), tmp_path / name
+    run_file(generator, source, tmp_path / f"whole.{name}", **SETTINGS)
+    append = FileOutput.append
+    for after, expected in ((0, r"^interrupted$"), (7, said)):
+        left = [after]
 
-    def again_and_again() -> None:
-        for _ in range(100):  # until it comes
-            run_file(generator, source, target, restart=True, **SETTINGS)
-            target.unlink()
+        def interrupted(self: FileOutput, lines: Any, left: list[int] = left) -> None:
+            if not left[0]:
+                signal.raise_signal(signal.SIGINT)
+            left[0] -= 1
+            append(self, lines)
 
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    ended = threading.Event()
-
-    def interrupt() -> None:  # again and again: one that comes in a destructor is lost in Python
-        while not ended.wait(0.1):
-            os.kill(os.getpid(), signal.SIGINT)
-            ended.wait(3)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    try:
-        with pytest.raises(KeyboardInterrupt, match=r"out\.jsonl, and the same call continues"):
-            again_and_again()
-    finally:
-        ended.set()
-        signal.signal(signal.SIGINT, handler)
-    run_file(generator, source, target, **SETTINGS)
-    assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        with monkeypatch.context() as patched:
+            patched.setattr(FileOutput, "append", interrupted)
+            handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+            with pytest.raises(KeyboardInterrupt, match=expected):
+                run_file(generator, source, target, **SETTINGS)
+            signal.signal(signal.SIGINT, handler)
+        assert target.exists() == (name == "out.jsonl" and after > 0), "no new files before the first result"
+    assert run_file(generator, source, target, **SETTINGS).before == 7
+    assert target.read_bytes() == (tmp_path / f"whole.{name}").read_bytes()
 
 
 def test_one_run_at_a_time(tmp_path: Path, generator: BatchGenerator) -> None:
@@ -336,19 +342,19 @@ def another_post_processor(model: Any, tokenizer: Any) -> None:
 
 
 CHANGES: list[tuple[Callable[[Any, Any], object], str]] = [
-    (in_the_midst("lm_head"), "begun with other weights. To"),
-    (in_the_midst("model.embed_tokens"), "begun with other weights. To"),
-    (in_the_midst("model.layers.1.mlp.down_proj"), "begun with other weights. To"),
-    (other_frequencies, "begun with other buffers. To"),
-    (lambda model, _: setattr(model.config, "rms_norm_eps", 0.01), "begun with another config. To"),
+    (in_the_midst("lm_head"), "begun with other weights. Load"),
+    (in_the_midst("model.embed_tokens"), "begun with other weights. Load"),
+    (in_the_midst("model.layers.1.mlp.down_proj"), "begun with other weights. Load"),
+    (other_frequencies, "begun with other buffers. Load"),
+    (lambda model, _: setattr(model.config, "rms_norm_eps", 0.01), "begun with another config. Load"),
     (
         lambda model, _: setattr(model.generation_config, "forced_eos_token_id", 7),
         "generation_config.forced_eos_token_id was not set and is 7",
     ),
-    (another_post_processor, "begun with another tokenizer. To"),
+    (another_post_processor, "begun with another tokenizer. Load"),
     (
         lambda _, tokenizer: setattr(tokenizer, "chat_template", "{{ messages[0].content }}"),
-        "begun with another chat template. To",
+        "begun with another chat template. Load",
     ),
 ]
 
@@ -380,17 +386,6 @@ def test_a_run_goes_on_with_the_model_loaded_again(tmp_path: Path) -> None:
     with BatchGenerator(model, tokenizer) as generator:
         run_file(generator, source, target, limit=5, **SETTINGS)
     with BatchGenerator(*loaded) as generator:
-        assert run_file(generator, source, target, **SETTINGS).written == 15
-
-
-def test_a_run_that_an_older_version_began(tmp_path: Path, generator: BatchGenerator) -> None:
-    source, target = written(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
-    run_file(generator, source, target, limit=5, **SETTINGS)
-    record = tmp_path / "out.jsonl.run.json"
-    said = json.loads(record.read_bytes())
-    del said["model"]
-    record.write_text(json.dumps({**said, "weights": "0123456789abcdef"}))
-    with pytest.warns(UserWarning, match="kept no digest of the model"):
         assert run_file(generator, source, target, **SETTINGS).written == 15
 
 

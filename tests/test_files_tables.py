@@ -1,20 +1,20 @@
 """CSV and Parquet as outputs: a journal while the run lasts, a table in the input's order at its end."""
 
 import csv
-import errno
 import json
 import os
 import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support_file_runs import answer, open_output, results, run, write_input
+from support_file_runs import open_output, results, run, write_input
 
 from hf_batchllm.errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
-from hf_batchllm.files.records.result_layout import table_rows
-from hf_batchllm.files.store.run_record import RunRecord
-from hf_batchllm.files.store.sources import open_source, record_key
+from hf_batchllm.files.run_record import RunRecord
+from hf_batchllm.files.sources import open_source, record_key
+from hf_batchllm.files.tables import table_rows
 
 
 @pytest.fixture
@@ -45,14 +45,15 @@ def table(path: str) -> list[dict]:
 def written(given: str, wanted: str, records: list[dict]) -> list[dict]:
     write_input(given, len(records))
     with open_source(given) as source, open_output(wanted, source=source) as output:
-        output.begin(RunRecord({}, 7), source)
+        output.begin(RunRecord({}, 7), np.arange(source.count), source)
+        output.start({})
         raws = source.records(range(source.count))
         lines = [
             (number, json.dumps({"index": number, **record, "key": record_key(raw)}).encode())
             for number, (record, raw) in enumerate(zip(records, raws, strict=True))
         ]
         output.append(lines[::-1])
-        output.finish()
+        output.finish(figures={})
     return table(wanted)
 
 
@@ -78,12 +79,9 @@ def test_a_table_in_the_order_of_the_input(given, wanted) -> None:
 def test_what_is_complete_stays_as_it_is(given, wanted) -> None:
     run(given, wanted, seed=7)
     before = {name: Path(wanted).with_name(name).read_bytes() for name in listed(wanted)}
-    with open_source(given) as source, open_output(wanted, source=source) as output:
-        assert output.complete
-        assert len(output) == 30
-        assert output.begin(RunRecord({"max_new_tokens": 50, "model": {"name": "tiny"}}), source).seed == 7
-        assert len(output.missing()) == 0
-        output.finish()
+    todo: list[set[int]] = []
+    run(given, wanted, seen=todo.append)
+    assert todo == [set()]
     assert {name: Path(wanted).with_name(name).read_bytes() for name in listed(wanted)} == before
     with pytest.raises(RunChangedError, match="max_new_tokens was 50 and is 20"):
         run(given, wanted, settings={"max_new_tokens": 20, "model": {"name": "tiny"}})
@@ -91,7 +89,7 @@ def test_what_is_complete_stays_as_it_is(given, wanted) -> None:
         run(given, wanted, retry_errors=True)
     with open(given, "a") as file:
         file.write('{"prompt": "new"}\n')
-    with pytest.raises(RunChangedError, match=r"is complete.*had 30 records, and has 31.*--restart"):
+    with pytest.raises(RunChangedError, match=r"input has changed \(it had 30 records\).*cannot be continued"):
         run(given, wanted)
     assert {name: Path(wanted).with_name(name).read_bytes() for name in listed(wanted)} == before
     run(given, wanted, restart=True)
@@ -100,18 +98,10 @@ def test_what_is_complete_stays_as_it_is(given, wanted) -> None:
 
 
 def test_more_than_a_finished_table_has(given, wanted) -> None:
-    with open_source(given) as source, open_output(wanted, source=source) as output:
-        output.begin(RunRecord({}), source)
-        todo = output.missing(5)
-        output.append([(n, answer(n, raw)) for n, raw in zip(todo.tolist(), source.records(todo), strict=True)])
-        output.finish()
-    for _ in range(2):
-        with open_source(given) as source, open_output(wanted, source=source) as output:
-            output.begin(RunRecord({}), source)
-            assert len(output) == 5
-            assert len(output.missing(5)) == 0
-            with pytest.raises(RunChangedError, match=r"complete with 5 results, and 30 are asked for now"):
-                output.missing()
+    run(given, wanted, limit=5)
+    run(given, wanted, limit=5)
+    with pytest.raises(RunChangedError, match=r"complete with 5 results, and 30 are asked for now"):
+        run(given, wanted)
 
 
 def test_an_unfinished_one_is_gone_on_with_when_the_input_has_grown(given, wanted) -> None:
@@ -149,42 +139,23 @@ def test_errors_are_retried_before_the_table_is_made(given, wanted) -> None:
     assert all(row["error"] is None for row in table(wanted))
 
 
-def test_no_room_for_the_table_keeps_the_results(given, wanted, monkeypatch) -> None:
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"{os.path.basename(wanted)}.hf-batchllm.tmp"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OutputWriteError, match=r"disk is full. All 30 results are kept, in .*part.jsonl") as error:
-        run(given, wanted)
-    assert error.value.kept == 30
-    assert len(listed(wanted)) == 2
-    monkeypatch.undo()
-    todo: list[set[int]] = []
-    run(given, wanted, seen=todo.append)
-    assert todo == [set()]
-    assert len(table(wanted)) == 30
-
-
 def test_a_table_larger_than_files_may_be(given, wanted) -> None:
     resource = pytest.importorskip("resource")
     chance = random.Random(0)
     big = {"text": "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=400_000))}
     with open_source(given) as source, open_output(wanted, source=source, fsync="never") as output:
-        output.begin(RunRecord({}, 7), source)
+        output.begin(RunRecord({}, 7), np.arange(source.count), source)
+        output.start({})
         output.append([(0, json.dumps({"index": 0, **big, "key": "0" * 12}).encode())])
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
             with pytest.raises(OutputWriteError, match="largest size allowed"):
-                output.finish()
+                output.finish(figures={})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert listed(wanted) == sorted(os.path.basename(wanted) + tail for tail in (".part.jsonl", ".run.json"))
-        output.finish()
+        output.finish(figures={})
     with open_source(wanted) as source:
         assert json.loads(source.records([0])[0])["text"] == big["text"]
 

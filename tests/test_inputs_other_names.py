@@ -13,7 +13,7 @@ from support_families import build
 
 from hf_batchllm import BatchGenerator, accelerated, run_file
 from hf_batchllm.errors import BatchLLMError, OptionValueError, UnsupportedOptionError
-from hf_batchllm.files.records.settings import read_settings
+from hf_batchllm.files.settings import read_settings
 
 FAMILY = "llama"
 SAMPLED = {"do_sample": True, "seed": 3}

@@ -11,7 +11,7 @@ from support_ranks import run_ranks
 
 from hf_batchllm import BatchGenerator, ConfigError, RankGenerator, run_file
 from hf_batchllm.errors import OutputBusyError
-from hf_batchllm.files.store.locks import lock
+from hf_batchllm.files.journal import lock
 
 pytestmark = pytest.mark.xdist_group("pool_ranks")  # which share what two ranks found
 SCRIPT = "rank_script.py"

@@ -24,8 +24,8 @@ from support_real_model import examples_module, small_model
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchConfig, BatchLLMError, ConfigError, OptionValueError
-from hf_batchllm.files.records.prompt_records import RecordLayout
-from hf_batchllm.files.records.templates import Template
+from hf_batchllm.files.records import RecordLayout
+from hf_batchllm.files.templates import Template
 from hf_batchllm.ray import (
     ROW,
     RowReader,

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
-from ..files.records.setting_names import NAMES
-from ..files.records.settings import NO_SETTINGS, GenerationSettings, read_settings
-from ..files.records.templates import unescaped
+from ..files.settings import NAMES
+from ..files.settings import NO_SETTINGS, GenerationSettings, read_settings
+from ..files.templates import unescaped
 from ..inputs.option_row import Takes
 from ..inputs.option_table import TABLE
 from ..inputs.other_names import ALIASES

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
-from ..files.records.settings import GenerationSettings
+from ..files.settings import GenerationSettings
 from ..notices import warn_user
 from .console import UsageError, reason
 from .values import FirstRecords
@@ -51,7 +51,7 @@ class Loader:
 
     def __call__(self) -> RecordEngine:
         from ..files.record_engine import RecordEngine
-        from ..files.records.line_configs import problem_in_silence
+        from ..files.record_engine import problem_in_silence
 
         self.called = True
         engine = RecordEngine(self._generator())

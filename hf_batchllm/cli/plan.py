@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..files.records.prompt_records import PromptRecord
-from ..files.records.record_reader import RecordReader
-from ..files.store.sources import Source, open_source
+from ..files.records import PromptRecord
+from ..files.records import RecordReader
+from ..files.sources import Source, open_source
 from ..inputs.prompt_options import as_lists
 from ..inputs.prompts import Prompt, check_prompts
 from ..notices import Notices

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import BatchLLMError, OutputFileError, OutputWriteError
-from ..files.records.run_identity import run_identity
+from ..files.output import kept_in
 from ..files.run_options import RunOptions
-from ..files.store.formats import format_of
-from ..files.store.open_output import kept_in
-from ..files.store.shards import read_shard
-from ..files.store.sources import open_source
-from ..files.store.stream_output import is_stream
+from ..files.run_record import run_identity
+from ..files.shards import read_shard
+from ..files.sources import open_source
+from ..files.streams import is_stream
+from ..files.tables import format_of
 from ..installed_versions import missing_package
 from .arguments import config_from, option, run_parser
 from .console import DONE, PROGRAM, SOME_ERRORS, STOPPED, USAGE, Console, UsageError, interruptible, reason

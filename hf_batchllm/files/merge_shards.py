@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..errors import FilesError, OutputFileError
+from ..errors import FilesError, OutputFileError, RunChangedError
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
-from .merge_report import MergeReport
-from .records.prompt_records import OPENAI
-from .records.result_layout import RESULT_LAYOUT
-from .store.file_output import FileOutput
-from .store.formats import format_of
-from .store.open_output import open_output
-from .store.resume_checks import RESTART_HINT
-from .store.shard_files import ShardFiles
-from .store.stream_output import is_stream
+from ..wording import counted, differing, in_ranges
+from .journal import Journal
+from .output import RESTART_HINT, FileOutput, open_output, writer_of
+from .paths import real_path, reason
+from .report import MergeReport
+from .run_record import RunRecord, record_path
+from .shards import Shard, output_of, shards_beside
+from .streams import is_stream
+from .tables import format_of
 
 _SUMMED = ("beyond_context", "prompt_tokens", "computed_tokens", "new_tokens", "seconds", "loading_seconds")
+_MOST_SHOWN = 8
+_LINES_AT_ONCE = 1000
+_HOW = "Each job runs `hf-batchllm run IN {output} --shard I/N`, or run_file(..., shard='I/N')"
 
 
 @with_short_tracebacks
@@ -51,70 +56,217 @@ def merge(
         name = "stdout" if target == "-" else target
         raise OutputFileError(f"{name} is no file: give the output that the jobs were given, whose parts are beside it")
     format_of(target, output_format, OutputFileError)
-    parts = ShardFiles(target, RESULT_LAYOUT, note)
-    _refuse_missing(target, parts, partial)
-    with open_output(target, output_format, layout=RESULT_LAYOUT, restart=restart, note=note) as output:
+    parts = _Parts(target, note)
+    missing = parts.count - int(parts.answered.sum())
+    if missing == parts.count and missing:
+        raise FilesError(f"{target} cannot be merged, as no part has a result yet: {parts.lacks}")
+    if missing and not partial:
+        raise FilesError(
+            f"{target} cannot be merged yet, as {missing:,} of {parts.count:,} results are missing: {parts.lacks}. "
+            "Run these jobs again, and each continues; or `--partial` merges what is there"
+        )
+    with open_output(target, output_format, records=parts.records, restart=restart, note=note) as output:
         assert isinstance(output, FileOutput)
-        _refuse_old_errors(target, parts, output.errors)
-        record = output.begin_merged(parts.record, parts.count)
-        missing = output.missing()
-        wanted = np.zeros(parts.count, dtype=bool)
-        wanted[missing] = True
-        report = MergeReport(target, parts.of, parts.count, before=parts.count - len(missing))
-        report.errors_in = "response.body.error" if record.settings.get("dialect") == OPENAI else "error"
-        known = output.errors
-        report.errors = int((known < parts.count).sum()) + int((parts.is_error & wanted).sum())
+        record = output.begin(parts.record, np.arange(parts.count))
+        left = np.zeros(parts.records, dtype=bool)
+        left[output.missing()] = True
+        report = MergeReport(target, parts.of, parts.count, before=parts.count - int(left.sum()))
+        report.errors_in = "response.body.error" if record.settings.get("dialect") == "openai" else "error"
         if output.complete:  # a table: its journal is gone
             report.errors = int(record.figures.get("errors") or 0)
-            if not parts.missing and parts.is_error.sum() < report.errors:
-                raise FilesError(_old_errors(target, report.errors - int(parts.is_error.sum())))
-        if record.model:
-            output.confirm_model(record.model)
-        for lines in parts.pieces(wanted) if len(missing) else ():
-            output.append(lines)
-            report.written += len(lines)
-        if report.left:
-            report.lacks = parts.lacks
-            output.finish_partly()
-        else:
-            output.finish(figures=_figures(parts, report))
+            if not missing and parts.is_error.sum() < report.errors:
+                hint = RESTART_HINT.format(path=target)
+                raise FilesError(
+                    f"{target} was merged before, and some of its errors have a result in the parts now: {hint}"
+                )
+            return report
+        # An error that has run again since has a result now.
+        wanted = parts.answered & (left | (output.is_error & ~parts.is_error))
+        is_error = np.where(wanted, parts.is_error, output.is_error)[: parts.count]
+        report.errors, report.written = int(is_error.sum()), int(wanted.sum())
+        report.before -= int((wanted & ~left).sum())
+        if wanted.any():
+            output.start(parts.record.model)
+            for lines in parts.lines(wanted):
+                output.append(lines)
+        report.lacks = parts.lacks if report.left else ""
+        output.finish(figures=None if report.left else parts.figures(report))
         return report
 
 
-def _refuse_missing(target: str, parts: ShardFiles, partial: bool) -> None:
-    if not parts.missing:
-        return
-    if not parts.answered.any():
-        raise FilesError(f"{target} cannot be merged, as no part has a result yet: {parts.lacks}")
-    if not partial:
-        raise FilesError(
-            f"{target} cannot be merged yet, as {parts.missing:,} of {parts.count:,} results are missing: "
-            f"{parts.lacks}. Run these jobs again, and each continues; or `--partial` merges what is there"
+@dataclass(frozen=True)
+class _Begun:
+    """A part that has begun. ``results``: how many it has."""
+
+    shard: Shard
+    record: RunRecord
+    results: int
+
+    @property
+    def size(self) -> int:
+        return int(self.record.shard["results"])
+
+
+class _Parts:
+    """The parts beside an output, each looked at under its lock, and checked: all are of one run. None is changed.
+
+    count: the records of all parts. records: those of the input. answered, is_error: [records] whether there is a
+    result, and whether it is an error.
+    """
+
+    def __init__(self, output: str, note: Callable[[str], None]) -> None:
+        self.output = output
+        self.begun: list[_Begun] = []
+        shards = self._found()
+        self.of, self.records, self.count = shards[0].of, 0, 0
+        for shard in shards:
+            record = self._record_of(shard)
+            if record is not None:
+                self._check_same_run(shard, record)
+                self._enter(shard, record, note)
+        if not self.begun:
+            raise OutputFileError(f"{output} cannot be merged: no part of it has begun")
+        versions = sorted({part.record.version for part in self.begun})
+        if len(versions) > 1:
+            note(f"the parts come from versions {', '.join(versions)} of the library: single tokens may differ")
+
+    def _found(self) -> list[Shard]:
+        """The parts whose files are there. OutputFileError if there are none, or those of several splits."""
+        output, found = self.output, shards_beside(self.output)
+        sizes = sorted({shard.of for shard in found})
+        wrong = next((shard for shard in found if shard.part > shard.of), None)
+        why = ""
+        if not found and (whole := output_of(output)):
+            why = f"{output} is one part: give the output that the jobs were given, {whole}"
+        elif not found:
+            why = f"{output} has no parts: there is no {output}.shard-1-of-N.jsonl. {_HOW.format(output=output)}"
+        elif len(sizes) > 1:
+            each = [f"{in_ranges((s.part for s in found if s.of == of), _MOST_SHOWN)} of {of:,}" for of in sizes]
+            why = f"{output} has parts of different splits: {' and '.join(each)}. Move away those of all splits but one"
+        elif wrong is not None:
+            why = f"{wrong.place(output)} is no part that a job has written: move it away"
+        if why:
+            raise OutputFileError(why)
+        return found
+
+    def _record_of(self, shard: Shard) -> RunRecord | None:
+        path = shard.place(self.output)
+        record = RunRecord.read(record_path(real_path(path)))
+        why = ""
+        if record is None:
+            if not os.path.getsize(path):
+                return None
+            why = (
+                f"has results, and {record_path(path)}, which says how they were made, is not there. If you renamed "
+                "the results, rename their .run.json, too; else move the file away"
+            )
+        elif record.part != shard.words:
+            why = f"is of {record.part}, by its run record: give each file its old name, or move it away"
+        if why:
+            raise OutputFileError(f"{path} {why}")
+        return record
+
+    def _check_same_run(self, shard: Shard, record: RunRecord) -> None:
+        if not self.begun:
+            self.records, self.count = int(record.input.get("records") or 0), int(record.shard["records"])
+            return
+        one, other, first = self.begun[0].shard.part, shard.part, self.begun[0].record
+        differences = first.differences(record, f"{{name}} is {{before}} in part {one} and {{after}} in part {other}")
+        if first.input.get("digest") != record.input.get("digest"):
+            differences.append(f"the input of part {other} is not that of part {one}")
+        elif self.count != record.shard["records"]:
+            limits = f"part {one} is one of {self.count:,} records, and part {other} of {record.shard['records']:,}"
+            differences.append(f"{limits} records (see --limit)")
+        if model := differing(self.record.model, record.model):
+            differences.append(f"part {other} had {model} than part {one}")
+        if differences:
+            raise RunChangedError(
+                f"{self.output} cannot be merged, as its parts are of different runs: {'; '.join(differences)}. "
+                "Run the wrong part again as the others were run, with `--restart`",
+                differences,
+            )
+
+    def _enter(self, shard: Shard, record: RunRecord, note: Callable[[str], None]) -> None:
+        if not self.begun:
+            self.answered, self.is_error = np.zeros(self.records, dtype=bool), np.zeros(self.records, dtype=bool)
+        with self._opened(shard, note) as journal:
+            has_result, path = journal.start >= 0, shard.place(self.output)
+            if journal.beyond is not None or has_result[self.count :].any():
+                raise OutputFileError(f"{path} has a result for a record beyond the {self.count:,} of the parts")
+            twice = np.flatnonzero(has_result & self.answered)
+            if len(twice):
+                raise OutputFileError(
+                    f"{path} has a result for record {int(twice[0]) + 1:,}, and so has another part: run this part "
+                    "again with `--restart`"
+                )
+            self.answered |= has_result
+            self.is_error |= journal.is_error
+            self.begun.append(_Begun(shard, record, len(journal)))
+
+    @contextmanager
+    def _opened(self, shard: Shard, note: Callable[[str], None] = lambda message: None) -> Iterator[Journal]:
+        path = real_path(shard.place(self.output))
+
+        def busy() -> str:
+            who, then = writer_of(path), "merge when this job has ended, or stop it. What it has written is kept"
+            return f"{shard.words} is being written now{who}: {then}"
+
+        try:
+            journal = Journal(path, self.records, fsync="never", busy=busy, note=note)
+            try:
+                journal.scan()
+                yield journal
+            finally:
+                journal.close()
+        except OSError as error:
+            if isinstance(error, FilesError):
+                raise
+            raise OutputFileError(f"{path} cannot be read: {reason(error)}") from error
+
+    @property
+    def lacks(self) -> str:
+        """``part 3 has 120 of 1,250 results; part 5 has not begun (1,250 records)``"""
+        unfinished = [part for part in self.begun if part.results < part.size]
+        lacks = [
+            f"part {part.shard.part:,} has {part.results:,} of {part.size:,} results"
+            for part in unfinished[:_MOST_SHOWN]
+        ]
+        hidden = len(unfinished) - _MOST_SHOWN
+        lacks += [f"{hidden:,} more parts are unfinished"] if hidden > 0 else []
+        records = self.count - sum(part.size for part in self.begun)
+        if records:
+            there = {part.shard.part for part in self.begun}
+            others = [number for number in range(1, self.of + 1) if number not in there]
+            which = f"parts {in_ranges(others, _MOST_SHOWN)} have" if len(others) > 1 else f"part {others[0]:,} has"
+            lacks.append(f"{which} not begun ({counted(records, 'record')})")
+        return "; ".join(lacks)
+
+    @property
+    def record(self) -> RunRecord:
+        """How all results were made: the run record of one run that made them."""
+        first, records = self.begun[0].record, [part.record for part in self.begun]
+        return RunRecord(
+            first.settings,
+            first.seed,
+            next((record.model for record in records if record.model), {}),
+            first.input,
+            first.version,
+            min(record.created for record in records),
         )
 
+    def lines(self, wanted: np.ndarray) -> Iterator[list[tuple[int, bytes]]]:
+        """The results of the records that are ``wanted`` ([records]), part by part."""
+        for part in self.begun:
+            with self._opened(part.shard) as journal:
+                if len(journal) != part.results:
+                    path = part.shard.place(self.output)
+                    raise OutputFileError(f"{path} has changed meanwhile: run the same command again")
+                numbers = np.flatnonzero((journal.start >= 0) & wanted)
+                for first in range(0, len(numbers), _LINES_AT_ONCE):
+                    yield list(journal.items(numbers[first : first + _LINES_AT_ONCE]))
 
-def _refuse_old_errors(target: str, parts: ShardFiles, errors: np.ndarray) -> None:
-    """Errors of an earlier merge whose records have run again since."""
-    errors = errors[errors < parts.count]
-    better = parts.answered[errors] & ~parts.is_error[errors]
-    if better.any():
-        raise FilesError(_old_errors(target, int(better.sum())))
-
-
-def _old_errors(target: str, count: int) -> str:
-    return (
-        f"{target} was merged before, and {count:,} of its errors {'has' if count == 1 else 'have'} a result in the "
-        f"parts now: {RESTART_HINT.format(path=target)}"
-    )
-
-
-def _figures(parts: ShardFiles, report: MergeReport) -> dict[str, Any]:
-    """As a run has them. Tokens and seconds are summed over the jobs."""
-    figures = [part.record.figures for part in parts.begun]
-    return {
-        "records": report.records,
-        "before": 0,
-        "written": report.records,
-        "errors": report.errors,
-        **{name: sum(each.get(name) or 0 for each in figures) for name in _SUMMED},
-    }
+    def figures(self, report: MergeReport) -> dict[str, Any]:
+        """As a run has them. Tokens and seconds are summed over the jobs."""
+        each = [part.record.figures for part in self.begun]
+        summed = {name: sum(figures.get(name) or 0 for figures in each) for name in _SUMMED}
+        return {"records": report.records, "before": 0, "written": report.records, "errors": report.errors, **summed}

@@ -11,24 +11,32 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
+from ..errors import BatchLLMError
 from ..generator import BatchGenerator
-from ..inputs.adapters import active_adapters
+from ..inputs.adapters import active_adapters, adapter_of_each
 from ..inputs.base_model import base_model
 from ..inputs.config_names import with_known_names
 from ..inputs.images.image_reader import ImageReader
 from ..inputs.long_prompts import context_of
+from ..inputs.option_conflicts import check_beams
+from ..inputs.options import Options
+from ..inputs.preparing import bars_wanted
 from ..inputs.prompts import check_prompts
+from ..inputs.resolve_options import resolve_options
 from ..model.fingerprint import fingerprint
+from ..notices import Notices
 from ..pool.generator_pool import GeneratorPool
 from ..results.generations import Generation
 from ..results.run_report import RunReport
-from .records.line_configs import LineConfig, line_config
-from .records.setting_names import NAMES
-from .records.settings import GenerationSettings
+from ..sampling.stop_rules import rules_of
+from .settings import NAMES, GenerationSettings
 
 _LARGE = (4096, 4096)  # pixels of a picture that processors make smaller
+_MOST_REMEMBERED = 4096  # combinations of settings
+_DEVICE_ERRORS = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))  # no setting is to blame
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,15 @@ class ModelFacts:
     dtype: str
     context: int | None  # tokens that it was made for
     state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LineConfig:
+    """``samples``, ``beams``: with the defaults of the model's own config."""
+
+    config: GenerationConfig
+    samples: int  # sequences of a record
+    beams: int
 
 
 class RecordEngine:
@@ -78,11 +95,11 @@ class RecordEngine:
         return known
 
     def resolved(self, settings: GenerationSettings) -> LineConfig | str:
-        """What comes of the settings of a line; or why the model cannot use them."""
-        if isinstance(self.gen, BatchGenerator):
-            return line_config(self.gen, settings)  # it remembers them itself
+        """What comes of the settings of a line; or why the model cannot use them. Equal settings share one config."""
         key = settings.resolution_key
         if key not in self._known:
+            if len(self._known) >= _MOST_REMEMBERED:
+                self._known.clear()
             self._known[key] = self.ask(line_config, settings)
         return self._known[key]
 
@@ -149,3 +166,75 @@ def _most_of_an_image(generator: BatchGenerator) -> int:
 
 def _known_config(generator: BatchGenerator, config: GenerationConfig) -> GenerationConfig:
     return with_known_names(config, base_model(generator.model).generation_config, generator._notices) or config
+
+
+# -- settings of a line ------------------------------------------------------------------------------------------------
+
+
+def line_config(
+    generator: BatchGenerator, settings: GenerationSettings, notices: Notices | None = None
+) -> LineConfig | str:
+    """A config for a kind of settings, checked against the model before a line is run; or why it cannot use them.
+
+    One bad value must not stop a call with a million good lines.
+    """
+    model, notices = generator.model, notices or generator._notices
+    try:
+        rest = {name: value for name, value in settings.options.items() if name != "num_return_sequences"}
+        config = GenerationConfig(**rest)
+        # Set afterwards: without `do_sample`, which the model's own config may have, it would be refused.
+        config.num_return_sequences = settings.options.get("num_return_sequences")
+        asked: dict[str, Any] = {} if settings.logprobs is None else {"logprobs": settings.logprobs}
+        options = resolve_options(model, config, asked, None, notices)
+        check_beams([options])
+        if settings.adapter is not None:
+            adapter_of_each(model, settings.adapter, 1, notices)
+        _check_tokens(generator, settings.options, options)
+        if config.stop_strings is not None:
+            rules_of(model, options, generator._tokenizer.required, generator._checks.known_strings)
+    except (torch.OutOfMemoryError, *_DEVICE_ERRORS):
+        raise
+    except Exception as error:  # transformers fails in many ways on a wrong value
+        known = isinstance(error, BatchLLMError | ValueError | TypeError)
+        return ("" if known else f"has settings that cannot be used: {type(error).__name__}: ") + " ".join(
+            str(error).split()
+        )
+    return LineConfig(config, options.num_return_sequences, options.num_beams)
+
+
+def _check_tokens(generator: BatchGenerator, given: Any, options: Options) -> None:
+    """Those that transformers would refuse in the middle of a call."""
+    named = {
+        "sequence_bias": [token for tokens, _ in given.get("sequence_bias") or () for token in tokens],
+        "bad_words_ids": [token for tokens in given.get("bad_words_ids") or () for token in tokens],
+        **{name: _listed(given.get(name)) for name in ("forced_bos_token_id", "forced_eos_token_id")},
+        "eos_token_id": sorted(options.eos_token_ids) if given.get("exponential_decay_length_penalty") else [],
+    }
+    vocabulary = base_model(generator.model).config.get_text_config(decoder=True).vocab_size
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"`{name}` has token {token}, outside the model's vocabulary of {vocabulary:,}")
+
+
+def _listed(value: Any) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+class _Silence(Notices):
+    def __call__(self, kind: str, message: str) -> None:
+        pass
+
+
+def problem_in_silence(generator: BatchGenerator, settings: GenerationSettings) -> str | None:
+    """Why the model cannot use these settings. Without warnings: lines may bring settings that these lack."""
+    with bars_wanted(False):
+        found = line_config(generator, settings, _Silence())
+    return found if isinstance(found, str) else None
+
+
+def settings_in_config(config: GenerationConfig) -> GenerationSettings:
+    """The fields that are set in a GenerationConfig, as settings that those of lines override."""
+    return GenerationSettings(
+        {name: value for name, value in vars(config).items() if name in NAMES and value is not None}
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +18,28 @@ import numpy as np
 
 from ..engine.progress import WholeRun, whole_run
 from ..errors import FilesError, InputFileError, PromptError
+from ..inputs.chats import is_chat
 from ..inputs.grammar_options import as_list
+from ..inputs.images.image_parts import sources_of
+from ..inputs.images.image_sources import ImageSources
 from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
 from ..sampling.nothing_to_draw import NothingToDrawError
-from .calls_with_images import ROOM, in_calls
-from .file_report import FileReport
-from .record_engine import RecordEngine
-from .records.line_configs import LineConfig
-from .records.prompt_records import OPENAI, BadPromptRecord, PromptRecord
-from .records.record_reader import RecordReader
-from .records.result_lines import ResultWriter
-from .records.settings import GenerationSettings
-from .records.token_texts import TokenTexts
+from .output import FileOutput, kept_in
+from .record_engine import LineConfig, RecordEngine
+from .records import OPENAI, BadPromptRecord, PromptRecord, RecordReader
+from .report import FileReport
+from .results import ResultWriter, TokenTexts
 from .run_options import RunOptions
-from .store.open_output import kept_in
-from .store.output import Output
-from .store.run_record import RunRecord
-from .store.shards import Part
-from .store.sources import Source, record_key
+from .run_record import RunRecord
+from .settings import GenerationSettings
+from .shards import Part
+from .sources import Source, record_key
+from .streams import StreamOutput
 
+ROOM = 16  # bytes of pixels in memory together, for each byte of records
+_BYTES_OF_A_PIXEL = 24  # as the processors of Qwen's models make it, twice in float32; others make less
 _MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
 _MIN_LOGPROBS = 20  # of each token: the most that OpenAI's interface returns
 _MOST_FAILING_ALONE = 8  # records whose scores are no numbers, before a run without any good result is given up
@@ -50,7 +51,7 @@ def run_records(
     source: Source,
     target: str,
     *,
-    output: Output,  # open, of this target
+    output: FileOutput | StreamOutput,  # open, of this target
     reader: RecordReader,  # its ``base`` holds the settings of the run
     options: RunOptions,
     identity: Mapping[str, Any],  # what results depend on: a run that continues must have the same
@@ -60,20 +61,19 @@ def run_records(
     loading_seconds: float = 0.0,  # in which the library was loaded, where that is part of the run
 ) -> FileReport:
     """``gen``: what runs them, or a function that makes it and is called only if there are records to run."""
-    limit, began, loading = options.limit, time.perf_counter(), 0.0
+    began, loading = time.perf_counter(), 0.0
+    numbers = np.arange(min(source.count, options.limit or source.count)) if part is None else part.numbers
+    asked = RunRecord(dict(identity), options.seed, input=source.summary(), shard=part.summary() if part else {})
+    record = output.begin(asked, numbers, source, seed=part.seed if part else None, retry_errors=options.retry_errors)
+    todo = output.missing()
+    report = FileReport(target, records=len(numbers), before=len(numbers) - len(todo))
+    report.part = part.shard.words if part else None
+    report.errors_in = "response.body.error" if reader.dialect == OPENAI else "error"
+    done = numbers[~np.isin(numbers, todo)]
+    report.errors = int(record.figures.get("errors") or 0) if output.complete else int(output.is_error[done].sum())
+    if options.on_error == "raise":
+        _refuse_bad_records(reader, source, todo)
     with ExitStack() as opened:
-        asked = RunRecord(settings=dict(identity), seed=options.seed)
-        record = output.begin(asked, source, limit=limit, retry_errors=options.retry_errors, part=part)
-        todo = output.missing(limit)
-        asked_for = source.count if limit is None else min(limit, source.count)
-        report = FileReport(target, records=asked_for if part is None else len(part.numbers))
-        report.part = None if part is None else part.shard.words
-        report.errors_in = "response.body.error" if reader.dialect == OPENAI else "error"
-        report.before, report.errors = report.records - len(todo), int((output.errors < asked_for).sum())
-        if output.complete:  # a table: its journal is gone
-            report.errors = int(record.figures.get("errors") or 0)
-        if options.on_error == "raise":
-            _refuse_bad_records(reader, source, todo)
         if len(todo):
             if isinstance(gen, RecordEngine):
                 engine = gen
@@ -85,7 +85,7 @@ def run_records(
                 loading = time.perf_counter() - loads
                 report.loading_seconds = loading_seconds + loading
                 opened.callback(engine.close)
-            output.confirm_model(engine.fingerprint)
+            output.start(engine.fingerprint)
             writer = ResultWriter(
                 reader.dialect,
                 tokens=TokenTexts(engine.tokenizer),
@@ -95,50 +95,39 @@ def run_records(
                 created=int(datetime.datetime.fromisoformat(record.created).timestamp()),
                 note=note,
             )
-            run = _FileRun(engine, source, output, reader, writer, options, record.seed or 0, report)
             try:
-                run.run_windows(todo)
+                _FileRun(engine, source, output, reader, writer, options, record.seed or 0, report).run_windows(todo)
             except Exception as error:
-                kept = report.before + report.written
-                place = kept_in(target, options.format)
+                kept, place = report.before + report.written, kept_in(target, options.format)
                 if kept and not isinstance(error, FilesError) and place:
-                    error.add_note(
-                        f"{kept:,} of {report.records:,} results are {place}: run the same again, and it goes on "
-                        "from them"
-                    )
+                    all_of_them = f"{kept:,} of {report.records:,} results are {place}"
+                    error.add_note(f"{all_of_them}: run the same again, and it goes on from them")
                 raise
         report.seconds = time.perf_counter() - began - loading
-        if not report.left:
-            output.finish(order=options.order, figures=report.figures())
-            report.seconds = time.perf_counter() - began - loading
-        return report
+        output.finish(options.order, report.figures())
+        report.seconds = time.perf_counter() - began - loading
+    return report
 
 
 def _refuse_bad_records(reader: RecordReader, source: Source, todo: np.ndarray) -> None:
     """Reads all records once before any is run."""
-    problems: list[str] = []
-    count = 0
-    for chunk in source.chunks(todo):
-        for number, raw in zip(chunk.tolist(), source.records(chunk), strict=True):
-            record = reader.read(number, raw)
-            if isinstance(record, BadPromptRecord):
-                count += 1
-                problems += [str(record)] if count <= _MOST_PROBLEMS_SHOWN else []
+    found = (reader.read(number, raw) for number, raw in source.read(todo))
+    problems = [str(record) for record in found if isinstance(record, BadPromptRecord)]
     if problems:
-        raise _refusal(f"{source.name} has records that cannot be run:", problems, count)
+        raise _refusal(f"{source.name} has records that cannot be run:", problems)
 
 
-def _refusal(headline: str, problems: Sequence[str], count: int) -> InputFileError:
-    shown = problems[:_MOST_PROBLEMS_SHOWN]
-    more = [f"... and {count - len(shown):,} more"] if count > len(shown) else []
-    return InputFileError("\n  ".join([headline, *shown, *more]))
+def _refusal(headline: str, problems: Sequence[str]) -> InputFileError:
+    hidden = len(problems) - _MOST_PROBLEMS_SHOWN
+    more = [f"... and {hidden:,} more"] if hidden > 0 else []
+    return InputFileError("\n  ".join([headline, *problems[:_MOST_PROBLEMS_SHOWN], *more]))
 
 
 @dataclass
 class _FileRun:
     engine: RecordEngine
     source: Source
-    output: Output
+    output: FileOutput | StreamOutput
     reader: RecordReader
     writer: ResultWriter
     options: RunOptions
@@ -153,16 +142,15 @@ class _FileRun:
 
     def run_windows(self, todo: np.ndarray) -> None:
         """``todo``: the numbers of the records to run."""
-        windows = self.source.windows(todo, self.options.window_bytes, self.reader.prompt_text)
         shown = bars_shown(self.options.progress, len(todo) >= _MIN_RECORDS_WITH_BAR)
         with whole_run(self.report.records, self.report.before, shown) as self._whole, bars_wanted(shown):
-            for window in windows:
+            for window in self.source.windows(todo, self.options.window_bytes, self.reader.prompt_text):
                 self._run_window(window)
         self._whole = None
 
     def _run_window(self, numbers: np.ndarray) -> None:
         calls: dict[tuple[int, ...], list[PromptRecord]] = {}
-        for number, raw in zip(numbers.tolist(), self.source.records(numbers), strict=True):
+        for number, raw in self.source.read(numbers):
             self._keys[number] = record_key(raw)
             record = self.reader.read(number, raw)
             if isinstance(record, BadPromptRecord):
@@ -173,10 +161,9 @@ class _FileRun:
             if isinstance(resolved, str):
                 self._write_error(record, self.reader.why(raw, settings, resolved))
                 continue
-            # The model's own config may ask for beams, too.
-            beams = resolved.beams > 1
-            # All records of a call get as many log-probabilities as the record that asks for most.
-            call_key = beams, *settings.call_key, max(settings.logprobs or 0, _MIN_LOGPROBS)
+            # The model's own config may ask for beams, too. All records of a call get as many log-probabilities as the
+            # record that asks for most.
+            call_key = resolved.beams > 1, *settings.call_key, max(settings.logprobs or 0, _MIN_LOGPROBS)
             calls.setdefault(call_key, []).append(record)
         room = ROOM * self.options.window_bytes
         for records in calls.values():
@@ -221,7 +208,7 @@ class _FileRun:
             problems = [
                 f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
             ]
-            raise _refusal(f"{self.source.name} has prompts that cannot be run:", problems, len(problems)) from error
+            raise _refusal(f"{self.source.name} has prompts that cannot be run:", problems) from error
         self.report.add(self.engine.last_report)
 
     def _resolved(self, settings: GenerationSettings) -> LineConfig:
@@ -274,3 +261,36 @@ class _FileRun:
         self.report.written += 1
         if self._whole is not None:
             self._whole.done += 1
+
+
+def in_calls(
+    records: Sequence[PromptRecord],
+    images: ImageSources | None,  # which they may show
+    room: int,  # bytes of pixels
+    most_of_one: Callable[[], int],  # bytes that are made of an image, however large it is; 0 if that is not known
+) -> Iterator[Sequence[PromptRecord]]:
+    """Records in several calls, where the pixels of their images do not fit into memory together.
+
+    A call has the pixels of all its images in memory, and a line that names an image is short. Records that show the
+    same image first stand together; otherwise their order is kept.
+    """
+    shown = [dict.fromkeys(sources_of(record.prompt)) if is_chat(record.prompt) else {} for record in records]
+    costs = {source: _BYTES_OF_A_PIXEL * images.pixels(source) for each in shown for source in each} if images else {}
+    if sum(costs.values()) > room:
+        most = most_of_one()
+        costs = {source: min(cost, most or cost) for source, cost in costs.items()}
+    if sum(costs.values()) <= room:
+        yield records
+        return
+    first: dict[str | bytes, int] = {}  # image -> the first record that begins with it
+    seats = [first.setdefault(next(iter(each)), place) if each else place for place, each in enumerate(shown)]
+    call: list[PromptRecord] = []
+    of_call: set[str | bytes] = set()
+    for place in sorted(range(len(records)), key=seats.__getitem__):
+        together = of_call | shown[place].keys()
+        if call and together > of_call and sum(costs[source] for source in together) > room:
+            yield call
+            call, together = [], set(shown[place])
+        call.append(records[place])
+        of_call = together
+    yield call

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +19,23 @@ from ..notices import warn_user
 from ..pool.generator_pool import GeneratorPool
 from ..pool.rank_generator import RankGenerator
 from ..wording import a_kind
-from .file_report import FileReport
-from .first_records import check_first_records, make_reader
-from .record_engine import RecordEngine
+from .merge_shards import merge_shards
+from .output import kept_in
+from .record_engine import RecordEngine, settings_in_config
 from .record_loop import run_records
-from .records.line_configs import settings_in_config
-from .records.prompt_records import ALL_FIELDS, RecordLayout
-from .records.run_identity import run_identity
-from .records.settings import GenerationSettings, read_settings
-from .records.templates import Template
-from .run_on_ranks import run_on_ranks
+from .records import ALL_FIELDS, RecordLayout, check_first_records, make_reader
+from .report import FileReport
 from .run_options import RunOptions
-from .store.open_output import kept_in
-from .store.shards import Shard, read_shard
-from .store.sources import open_source
+from .run_record import record_path, run_identity
+from .settings import GenerationSettings, read_settings
+from .shards import Shard, read_shard, shards_beside
+from .sources import open_source
+from .templates import Template
+
+_SUMMED = (
+    *("records", "before", "written", "errors", "beyond_context"),
+    *("prompt_tokens", "computed_tokens", "new_tokens"),
+)
 
 
 @shows_options
@@ -144,7 +148,7 @@ def run_file(
             shown = progress if not gen.rank else False
             return _run(own, source, target, format, replace(options, shard=part, progress=shown), layout, base, images)
 
-        return run_on_ranks(gen, run_part, os.fspath(target), output_format, restart)
+        return _run_on_ranks(gen, run_part, os.fspath(target), output_format, restart)
     return _run(gen, source, target, format, options, layout, base, images)
 
 
@@ -199,3 +203,38 @@ def _run(
             there = kept_in(place, options.format)
             kept = f": the finished results are {there}, and the same call continues from them" if there else ""
             raise KeyboardInterrupt(f"interrupted{kept}") from None
+
+
+# -- the ranks of torchrun ---------------------------------------------------------------------------------------------
+
+
+def _run_on_ranks(
+    gen: RankGenerator,
+    run: Callable[[BatchGenerator, Shard | None], FileReport],  # a part, or all of the file
+    target: str,
+    output_format: str | None,
+    restart: bool,
+) -> FileReport:
+    """Each rank writes a part of the file, and the first rank merges the parts.
+
+    A rank that is killed loses only what it had not written, and the same call continues. An error of one rank is
+    raised on the others once they have written their parts. Where the output is there already, the first rank continues
+    it alone: it is complete, or nearly so.
+    """
+    with gen._together() as exchange:
+        there = os.path.exists(record_path(target)) and not restart and not shards_beside(target)
+        if exchange("alone", there)[0] or len(gen) == 1:
+            report: FileReport = exchange("run", None if gen.rank else run(gen._generator, None))[0]
+            return report
+        reports = exchange("run", run(gen._generator, Shard(gen.rank + 1, len(gen))))
+        if not gen.rank:
+            merge_shards(target, output_format=output_format, restart=restart)
+            for shard in shards_beside(target):  # the output has all of it
+                for path in (shard.place(target), record_path(shard.place(target))):
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+        exchange("merged", True)
+        whole = FileReport(target, **{name: sum(getattr(each, name) for each in reports) for name in _SUMMED})
+        whole.seconds = max(each.seconds for each in reports)
+        whole.errors_in = reports[0].errors_in
+        return whole

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 from ..errors import FilesError, OutputFileError
 from ..wording import shown
-from .records.result_layout import RESULT_LAYOUT
-from .store.formats import format_of
-from .store.open_output import open_output
-from .store.output import ORDERS, Output
-from .store.paths import real_path
-from .store.shards import Part, Shard, part_of, shards_beside
-from .store.sources import WINDOW_BYTES, Source
-from .store.stream_output import is_stream
-from .store.syncing import seconds_between_syncs
-from .store.windows import PromptOf
+from .journal import ORDERS, seconds_between_syncs
+from .output import FileOutput, open_output
+from .paths import real_path
+from .shards import Part, Shard, part_of, shards_beside
+from .sources import WINDOW_BYTES, PromptOf, Source
+from .streams import StreamOutput, is_stream
+from .tables import format_of
 
 ON_ERROR = ("record", "raise")
 
@@ -77,15 +74,6 @@ class RunOptions:
             return None
         return part_of(source, self.shard, min(source.count, self.limit or source.count), prompt_of)
 
-    def open_output(self, place: str, source: Source, note: Callable[[str], None]) -> Output:
+    def open_output(self, place: str, source: Source, note: Callable[[str], None]) -> FileOutput | StreamOutput:
         """Locks the output, and changes nothing in it: a refusal of its place, or of a second run, comes here."""
-        return open_output(
-            place,
-            self.format,
-            layout=RESULT_LAYOUT,
-            source=source,
-            fsync=self.fsync,
-            restart=self.restart,
-            note=note,
-            shard=self.shard,
-        )
+        return open_output(place, self.format, source=source, fsync=self.fsync, restart=self.restart, note=note)

@@ -1,13 +1,13 @@
-"""A line of the input -> its JSON object, or the reason why it has none."""
+"""A line of the input -> its JSON object, or why it has none; a result -> a line of JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
-from ...wording import a_kind
+from ..wording import a_kind
 
 
 class RecordError(Exception):
@@ -32,9 +32,8 @@ class NotJsonError(RecordError):
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line."""
+    """The JSON object of a line. NaN and Infinity become null: tables write them for missing values."""
     try:
-        # NaN becomes null: tables write it for missing values.
         record = json.loads(raw.decode(), parse_constant=lambda name: None)
     except UnicodeDecodeError as error:
         raise NotJsonError(f"is not UTF-8: byte {raw[error.start]:#04x}", f", byte {error.start + 1}") from None
@@ -49,21 +48,21 @@ def parse(raw: bytes) -> dict[str, Any]:
     return record
 
 
-def not_finite(raw: bytes, inside: str | None = None) -> Iterator[tuple[str, float]]:
-    """The fields of a line, or of its object ``inside``, that hold NaN or Infinity, which ``parse`` makes null."""
-    if b"NaN" not in raw and b"Infinity" not in raw:
-        return
-    record = json.loads(raw)
-    if inside is not None:
-        record = record.get(inside)
-    for name, value in record.items() if isinstance(record, dict) else ():
-        found = _first_not_finite(value)
-        if found is not None:
-            yield name, found
+def as_line(line: Mapping[str, Any]) -> bytes:
+    """A JSON object on one line, without the newline."""
+    try:
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # infinity, from 1e999 in a kept field or a score: not in JSON
+        text = json.dumps(_finite(line), ensure_ascii=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a character (a lone surrogate) in a kept field
+        return json.dumps(json.loads(text)).encode()
 
 
-def _first_not_finite(value: Any) -> float | None:
-    if isinstance(value, float):
-        return None if math.isfinite(value) else value
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((found for found in map(_first_not_finite, inner) if found is not None), None)
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The output that is no ordinary file: stdout, a pipe, a device. It cannot be continued."""
+"""Results to stdout, a pipe or a device: what is written there cannot be continued, and has no order."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import os
 import re
 import select
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import OutputFileError, OutputWriteError
-from .output import Output
+import numpy as np
+
+from ..errors import OutputFileError, OutputWriteError
 from .paths import reason
 from .run_record import RunRecord
-from .shards import Part
 from .sources import Source
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 _STANDARD_STREAMS = {"-": 1, "/dev/stdout": 1, "/dev/stderr": 2}
 
 
-def descriptor_of(path: str) -> int | None:
+def _descriptor_of(path: str) -> int | None:
     """The descriptor of this process that the name stands for, if it is such a name."""
     found = _DESCRIPTOR.fullmatch(path)
     return int(found[1]) if found else _STANDARD_STREAMS.get(path)
 
 
 def is_stream(path: str) -> bool:
-    if descriptor_of(path) is not None:
+    if _descriptor_of(path) is not None:
         return True
     try:
         mode = os.stat(os.path.expanduser(path)).st_mode
@@ -36,15 +36,17 @@ def is_stream(path: str) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
-class StreamOutput(Output):
-    streams = True
+class StreamOutput:
+    """It has the methods of ``FileOutput``."""
+
+    complete = False
 
     def __init__(self, path: str, source: Source | None = None) -> None:
         self.path = path
         self.name = "stdout" if path == "-" else path
         self._written = 0
         try:
-            own = descriptor_of(path)  # not opened again: a file would be written to from its first byte
+            own = _descriptor_of(path)  # not opened again: a file would be written to from its first byte
             self._descriptor = os.dup(own) if own is not None else os.open(path, os.O_WRONLY | os.O_APPEND)
             if own is not None:
                 os.write(own, b"")  # fails now if it is open for reading alone
@@ -57,19 +59,19 @@ class StreamOutput(Output):
     def __len__(self) -> int:
         return self._written
 
-    def begin(
-        self,
-        record: RunRecord,
-        source: Source,
-        *,
-        limit: int | None = None,
-        retry_errors: bool = False,
-        part: Part | None = None,
-    ) -> RunRecord:
-        if part is not None:
-            raise OutputFileError(f"a part of a file is written to a file, and {self.name} is a stream")
-        self._count = source.count if limit is None else min(limit, source.count)
-        return record.begin(None, source.summary())
+    def begin(self, asked: RunRecord, numbers: np.ndarray, *_: Any, **unused: Any) -> RunRecord:
+        self._numbers = numbers
+        return asked.begun(None)
+
+    @property
+    def is_error(self) -> np.ndarray:
+        return np.zeros(0, dtype=bool)
+
+    def missing(self) -> np.ndarray:
+        return self._numbers
+
+    def start(self, model: Mapping[str, str]) -> None:
+        """Nothing is compared: a stream has no earlier parts."""
 
     def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
         for _, line in lines:
@@ -88,10 +90,16 @@ class StreamOutput(Output):
                     ) from error
             self._written += 1
 
-    def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
-        pass
+    def finish(self, order: str = "input", figures: Mapping[str, Any] | None = None) -> None:
+        """There is nothing to put in order."""
 
     def close(self) -> None:
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
+
+    def __enter__(self) -> StreamOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import string
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import BatchLLMError
-from ...wording import shown
+from ..errors import BatchLLMError
+from ..wording import shown
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+_MOST_FIELDS_SHOWN = 8
 
 
 class TemplateError(BatchLLMError, ValueError):
@@ -23,6 +25,8 @@ class MissingField(BatchLLMError, ValueError):
 
 
 class Template:
+    """``fields``: each once, in the template's order."""
+
     def __init__(self, text: str) -> None:
         self.text = text
         self._parts: list[tuple[str, str | None]] = []
@@ -35,21 +39,15 @@ class Template:
         for before, name, layout, conversion in parts:
             if name is not None and (not name.strip() or layout or conversion):
                 what = f"{{{name}{'!' + conversion if conversion else ''}{':' + layout if layout else ''}}}"
-                hint = (
-                    "write a brace itself twice, {{ and }}" if not name.strip() else "a field's name alone is allowed"
-                )
+                hint = "a field's name alone is allowed" if name.strip() else "write a brace itself twice, {{ and }}"
                 raise TemplateError(f"the template has {what}: {hint}")
             self._parts.append((before, None if name is None else name.strip()))
+        self.fields = list(dict.fromkeys(name for _, name in self._parts if name is not None))
         if not self.fields:
             raise TemplateError(
                 "the template names no field, so all prompts would be the same: write a field's name in braces, "
                 "as in 'Q: {question}'"
             )
-
-    @property
-    def fields(self) -> list[str]:
-        """Each once, in the template's order."""
-        return list(dict.fromkeys(name for _, name in self._parts if name is not None))
 
     def fill(self, record: Mapping[str, Any], cells: bool = False) -> str:
         """``cells``: the record is a row of a table. An empty cell is an empty text, unless all cells are."""
@@ -62,37 +60,24 @@ class Template:
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
-    value = record.get(name)
-    if value is None and name not in record:
-        found: Any = record
-        for part in name.split("."):  # {meta.title}
-            if not isinstance(found, Mapping) or part not in found:
-                near = difflib.get_close_matches(name, [str(field) for field in record], n=1)
-                hint = f": did you mean {{{near[0]}}}?" if near else ""
-                why = f"has no field {shown(name)}, which the template names{fields_in_words(record)}{hint}"
-                raise MissingField(why)
-            found = found[part]
-        value = found
-    if value is None:
+    found: Any = record
+    for part in [name] if name in record else name.split("."):  # {meta.title}
+        if not isinstance(found, Mapping) or part not in found:
+            near = difflib.get_close_matches(name, [str(field) for field in record], n=1)
+            hint = f": did you mean {{{near[0]}}}?" if near else ""
+            raise MissingField(f"has no field {shown(name)}, which the template names{fields_in_words(record)}{hint}")
+        found = found[part]
+    if found is None:
         raise MissingField(f"has nothing in {shown(name)}, which the template names")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
 def fields_in_words(record: Mapping[str, Any]) -> str:
-    names = [str(name) for name in record]
-    if not names:
-        return " (it is empty)"
-    return f" (it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
+    names = list(map(str, record))
+    more = ", ..." if len(names) > _MOST_FIELDS_SHOWN else ""
+    return f" (it has {', '.join(names[:_MOST_FIELDS_SHOWN])}{more})" if names else " (it is empty)"
 
 
 def unescaped(text: str) -> str:
     r"""``\n`` and the like, as they are typed in a shell."""
-    parts: list[str] = []
-    letters = iter(text)
-    for letter in letters:
-        if letter != "\\":
-            parts.append(letter)
-            continue
-        follows = next(letters, "")
-        parts.append(_ESCAPES.get(follows, "\\" + follows))
-    return "".join(parts)
+    return re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), text, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""``FileReport``: the figures of a run from a file to a file."""
+"""The figures of a run from a file to a file, and of a merge of parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..results.run_report import RunReport
+from ..wording import counted
 
 _LEAST_LOADING = 0.05  # seconds that are told
 
@@ -59,21 +60,12 @@ class FileReport:
 
     def __str__(self) -> str:
         where = "stdout" if self.path == "-" else self.path
-        if not self.records and self.part is not None:
-            return f"{where}: nothing to do, as {self.part} has no records"
         if not self.records:
-            return f"{where}: nothing to do, as the input has no records"
-        if not self.written and not self.left:
-            lines = [f"{where}: complete already, {_counted(self.records, 'result')}. Nothing to do"]
-        else:
-            lines = [f"{where}: {self._of_this_run()}"]
-        if self.before and self.written:
-            lines.append(f"{_counted(self.before, 'result')} {'was' if self.before == 1 else 'were'} there before")
+            return f"{where}: nothing to do, as {self.part or 'the input'} has no records"
+        lines = _first_lines(where, self, self._of_this_run())
         if self.left:
             lines.append(f"{self.left:,} {'is' if self.left == 1 else 'are'} missing: the same command continues")
-        if self.errors:
-            of = f"of {self.before + self.written:,} results {'is an error' if self.errors == 1 else 'are errors'}"
-            lines.append(f"{self.errors:,} {of}: see `{self.errors_in}`")
+        lines += _errors(self)
         if self.beyond_context:
             are = "is" if self.beyond_context == 1 else "are"
             lines.append(
@@ -84,16 +76,73 @@ class FileReport:
 
     def _of_this_run(self) -> str:
         """``6 results in 1.4 s and 7.2 s of loading · 657 prompt tokens (64 % shared) · 18 new (13/s)``"""
-        text = _counted(self.written, "result")
+        text = counted(self.written, "result")
         if not self.prompt_tokens:
             return text
         loading = f" and {self.loading_seconds:,.1f} s of loading" if self.loading_seconds >= _LEAST_LOADING else ""
         rate = f" ({self.new_tokens / self.seconds:,.0f}/s)" if self.seconds else ""
         return (
-            f"{text} in {self.seconds:,.1f} s{loading} · {_counted(self.prompt_tokens, 'prompt token')} "
+            f"{text} in {self.seconds:,.1f} s{loading} · {counted(self.prompt_tokens, 'prompt token')} "
             f"({100 * self.saving:.0f} % shared) · {self.new_tokens:,} new{rate}"
         )
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+@dataclass
+class MergeReport:
+    """``str(report)`` is one to four lines for a person.
+
+    path: where the results are.
+    parts: how many parts the file was split into.
+    records: how many records all parts have together.
+    before: how many results were there when the merge began.
+    written: how many results came from the parts.
+    errors: how many of all results are errors.
+    lacks: which parts lack results, in words; "" if no result is missing.
+    """
+
+    path: str
+    parts: int
+    records: int
+    before: int = 0
+    written: int = 0
+    errors: int = 0
+    lacks: str = ""
+    errors_in: str = field(default="error", init=False, repr=False)  # the field of a result that holds its error
+
+    @property
+    def left(self) -> int:
+        """How many results are missing."""
+        return self.records - self.before - self.written
+
+    def __str__(self) -> str:
+        this = f"{counted(self.written, 'result')} of {counted(self.parts, 'part')}"
+        lines = _first_lines(self.path, self, this) + _errors(self)
+        if self.left:
+            are = "is" if self.left == 1 else "are"
+            lines.append(
+                f"{self.left:,} of {self.records:,} {are} missing: {self.lacks}. Run these jobs again and merge again, "
+                f"or continue {self.path} by a run of the whole file"
+            )
+        else:
+            lines.append(
+                f"the parts are not needed any more, and may be deleted: {self.path}.shard-*-of-{self.parts}.jsonl and "
+                "their .run.json"
+            )
+        return "\n".join(lines)
+
+
+def _first_lines(where: str, report: FileReport | MergeReport, done: str) -> list[str]:
+    if not report.written and not report.left:
+        return [f"{where}: complete already, {counted(report.records, 'result')}. Nothing to do"]
+    if not report.before:
+        return [f"{where}: {done}"]
+    return [
+        f"{where}: {done}",
+        f"{counted(report.before, 'result')} {'was' if report.before == 1 else 'were'} there before",
+    ]
+
+
+def _errors(report: FileReport | MergeReport) -> list[str]:
+    are = "is an error" if report.errors == 1 else "are errors"
+    all_of_them = f"{report.before + report.written:,} results {are}"
+    return [f"{report.errors:,} of {all_of_them}: see `{report.errors_in}`"] if report.errors else []

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...inputs.chats import chat_problem
-from ...inputs.grammar_options import GRAMMAR_OPTIONS
-from ...inputs.images.image_parts import is_image_part
-from ...inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
-from ...wording import a_kind, is_number, shown
-from .json_records import RecordError
-from .openai_forms import FORM_FIELDS, FORMS, form_asked
-from .setting_names import NAMES, nearest
-from .settings import GenerationSettings, SettingError, read_settings
+from ..inputs.chats import chat_problem
+from ..inputs.grammar_options import GRAMMAR_OPTIONS
+from ..inputs.images.image_parts import is_image_part
+from ..inputs.other_names import FROM_ELSEWHERE
+from ..wording import a_kind, is_number, shown
+from .json_lines import RecordError
+from .settings import NAMES, GenerationSettings, SettingError, nearest, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _ENDPOINTS = (CHAT, COMPLETIONS)
@@ -33,81 +31,54 @@ class OpenAIRequest:
     token_logprobs: bool = False
 
 
-# Fields that become settings -> the names of these settings.
-_SETTINGS = {
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_completion_tokens",
-    "min_tokens": "min_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "length_penalty": "length_penalty",
-    "n": "n",
-    "stop": "stop",
-    "seed": "seed",
-    "truncate_prompt_tokens": "max_prompt_tokens",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-}
+# Fields that are settings of the same meaning.
+_SETTINGS = (
+    *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "length_penalty", "n", "stop", "seed", "stop_token_ids", "ignore_eos"),
+    "truncate_prompt_tokens",
+)
 _OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")  # settings, too, of requests with messages
-
-
-def _only(*values: Any, hint: str = "leave it out") -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:
-        if any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in values):
-            return None
-        return f"is not supported: {hint}"
-
-    return check
-
-
-def _any_value(value: Any) -> None:
-    """The field changes nothing about an answer."""
-
-
-# Fields that must not change the answer: each has a check that says why a value is refused.
-_WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
-    **dict.fromkeys(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"), _any_value),
-    **dict.fromkeys(("store", "parallel_tool_calls", "stream_options", "priority", "request_id"), _any_value),
-    "presence_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
-    "frequency_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
-    "stream": _only(False, hint="results go to a file"),
-    "functions": _only([], hint="pass `tools`"),
-    "tool_choice": _only("none", "auto", hint="a model cannot be made to call a tool"),
-    "function_call": _only("none", "auto", hint="a model cannot be made to call a function"),
-    "modalities": _only(["text"], hint="answers are text"),
-    "audio": _only(hint="answers are text"),
-    "prediction": _only(),
-    "reasoning_effort": _only("none"),
-    "verbosity": _only(),
-    "web_search_options": _only(),
-    "best_of": _only(1, hint="all of `n` answers come back"),
-    "echo": _only(False),
-    "suffix": _only("", hint="models here continue a prompt at its end alone"),
-    "use_beam_search": _only(False, hint="set --set num_beams=... for the whole file"),
-    "include_stop_str_in_output": _only(False),
-    "skip_special_tokens": _only(True),
-    "spaces_between_special_tokens": _only(True),
-    "add_generation_prompt": _only(True, False),  # see ``_of_chats``
-    "add_special_tokens": _only(True, False),
-    "chat_template": _only(hint="it is the tokenizer's; see --tokenizer"),
+_IGNORED = (  # they change nothing about an answer
+    *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "store", "parallel_tool_calls"),
+    *("stream_options", "priority", "request_id", "add_special_tokens", "add_generation_prompt"),  # see ``_of_chats``
+)
+# Other fields must ask for nothing. These do with a value that is not None, False, 0 or empty.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "best_of": (1,),
 }
-_KNOWN = {"model", "logprobs", "logit_bias", *FORM_FIELDS, *_SETTINGS, *_OF_CHATS, *_WITHOUT_EFFECT}
+_HINTS = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "only 0 is; see `repetition_penalty`"),
+    **dict.fromkeys(("tool_choice", "function_call"), "a model cannot be made to call a tool"),
+    "stream": "results go to a file",
+    "functions": "pass `tools`",
+    "audio": "answers are text",
+    "best_of": "all of `n` answers come back",
+    "use_beam_search": "set --set num_beams=... for the whole file",
+    "chat_template": "it is the tokenizer's; see --tokenizer",
+}
+# The form of an answer, in names of vLLM -> ours.
+_FORMS = {"guided_json": "schema", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
+_IN_OUTPUTS = {"json": "schema", "json_object": "schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
+_FORM_FIELDS = ("response_format", "structured_outputs", *_FORMS)
+_KNOWN = {"model", "logprobs", "logit_bias", *_FORM_FIELDS, *_SETTINGS, *_OF_CHATS, *_IGNORED}
+_THEIR_NAMES = {
+    "`num_return_sequences`": "`n`",
+    "`sequence_bias`": "`logit_bias`",
+    "`stop_strings`": "`stop`",
+    "`max_prompt_tokens`": "`truncate_prompt_tokens`",
+    "`do_sample=True`": "a `temperature` above 0",
+    "`schema`": "`response_format`",
+    **{f"`{ours}`": f"`{theirs}`" for theirs, ours in _FORMS.items() if ours != "schema"},
+}
 
 
 def in_openai_names(why: str) -> str:
     """A problem with settings, in the names that OpenAI's requests have for them."""
-    for ours, theirs in (
-        ("`num_return_sequences`", "`n`"),
-        ("`sequence_bias`", "`logit_bias`"),
-        ("`stop_strings`", "`stop`"),
-        ("`max_prompt_tokens`", "`truncate_prompt_tokens`"),
-        ("`do_sample=True`", "a `temperature` above 0"),
-        ("`schema`", "`response_format`"),
-        *((f"`{ours}`", f"`{theirs}`") for theirs, ours in FORMS.items()),
-    ):
+    for ours, theirs in _THEIR_NAMES.items():
         why = why.replace(ours, theirs)
     return why
 
@@ -121,17 +92,13 @@ def read_request(record: Mapping[str, Any], images: bool = False) -> tuple[Any, 
     endpoint, body = record["url"], record["body"]
     source = "messages" if endpoint == CHAT else "prompt"
     for name, value in body.items():
-        if name in (source, *_SETTINGS) or value is None:
-            continue
-        if name not in _KNOWN and asks_for_nothing(name, value):
+        if name in (source, *_SETTINGS, *_IGNORED) or value is None:
             continue
         if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
-            raise RecordError(_unknown(name, source, endpoint), name)
-        if name in _OF_CHATS and endpoint != CHAT and value:
+            if not (value in _NEUTRAL[name] if name in _NEUTRAL else value in (False, "", [], {})):
+                raise RecordError(_unknown(name, source, endpoint), name)
+        elif name in _OF_CHATS and endpoint != CHAT and value:
             raise RecordError(f"`{name}` goes with {CHAT}, whose requests have `messages`", name)
-        why = _WITHOUT_EFFECT[name](value) if name in _WITHOUT_EFFECT else None
-        if why is not None:
-            raise RecordError(f"`{name}` {why}", name)
     prompt = prompt_of(record, images)
     model = body.get("model")
     if model is not None and not isinstance(model, str):
@@ -181,6 +148,8 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
         return f"`{name}` does not go with {endpoint}, whose requests have `{source}`"
     if name == "top_logprobs":
         return f"`top_logprobs` does not go with {endpoint}: `logprobs` is the number there"
+    if name in _HINTS:
+        return f"`{name}` is not supported: {_HINTS[name]}"
     if name in FROM_ELSEWHERE:
         ours = re.match(r"is called `(\w+)`", FROM_ELSEWHERE[name])
         more = ""
@@ -191,49 +160,53 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
     return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
 
 
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
 def _messages(messages: Any, images: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         what = "are missing" if messages is None else "must be a list of messages"
         raise RecordError(f"`messages` {what}", "messages")
-    found: list[dict[str, Any]] = []
-    for place, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            why = f"`messages` has {a_kind(message)} at place {place}, where a message should be"
-            raise RecordError(why, "messages")
-        made = {name: value for name, value in message.items() if value is not None or name == "content"}
-        for name in ("function_call", "audio"):
-            if made.get(name):
-                raise RecordError(f"message {place} holds `{name}`, which is not supported", "messages")
-        if made.get("tool_calls"):
-            made["tool_calls"] = _tool_calls(made["tool_calls"], place)
-        if isinstance(made.get("content"), list):
-            made["content"] = _content(made["content"], place, images)
-        found.append(made)
+    found = [_message(message, f"message {place}", images) for place, message in enumerate(messages)]
     problem = chat_problem(found, images=images)
     if problem is not None:
         raise RecordError(f"`messages` {problem}", "messages")
     return found
 
 
-def _tool_calls(calls: Any, place: int) -> list[Any]:
+def _message(message: Any, which: str, images: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RecordError(f"{which} of `messages` is {a_kind(message)}, and no message", "messages")
+    made = {name: value for name, value in message.items() if value is not None or name == "content"}
+    for name in ("function_call", "audio"):
+        if made.get(name):
+            raise RecordError(f"{which} holds `{name}`, which is not supported", "messages")
+    if made.get("tool_calls"):
+        made["tool_calls"] = _tool_calls(made["tool_calls"], which)
+    if isinstance(made.get("content"), list):
+        made["content"] = _content(made["content"], which, images)
+    return made
+
+
+def _tool_calls(calls: Any, which: str) -> list[Any]:
     """With their arguments as objects: OpenAI has them as JSON in a string, and chat templates write the JSON."""
     found = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-            raise RecordError(f"message {place} holds `tool_calls` without a `function`", "messages")
+            raise RecordError(f"{which} holds `tool_calls` without a `function`", "messages")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
             except ValueError:
-                why = f"message {place} holds a call of a tool whose `arguments` are not JSON: {shown(arguments)}"
+                why = f"{which} holds a call of a tool whose `arguments` are not JSON: {shown(arguments)}"
                 raise RecordError(why, "messages") from None
         found.append({**call, "function": {**function, "arguments": arguments}})
     return found
 
 
-def _content(parts: list[Any], place: int, images: bool) -> str | list[Any]:
+def _content(parts: list[Any], which: str, images: bool) -> str | list[Any]:
     """Text in one piece; with images, the parts."""
     found: list[Any] = []
     for part in parts:
@@ -244,13 +217,18 @@ def _content(parts: list[Any], place: int, images: bool) -> str | list[Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part that is no text"
             supported = "text and images are" if images else "text is"
-            raise RecordError(f"message {place} holds {what}; only {supported} supported", "messages")
+            raise RecordError(f"{which} holds {what}; only {supported} supported", "messages")
         found.append({"type": "text", "text": part["text"]})
     return found if any(map(is_image_part, found)) else "".join(part["text"] for part in found)
 
 
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
 def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
-    given = {ours: body[name] for name, ours in _SETTINGS.items() if body.get(name) is not None}
+    given = {name: body[name] for name in _SETTINGS if body.get(name) is not None}
+    if "truncate_prompt_tokens" in given:
+        given["max_prompt_tokens"] = given.pop("truncate_prompt_tokens")
     if endpoint == CHAT:
         given |= _of_chats(body)
     if isinstance(given.get("seed"), int) and -(2**63) <= given["seed"] < 0:
@@ -259,12 +237,11 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
         given["top_k"] = 0  # vLLM's way to say all tokens
     if given.get("stop") == []:
         del given["stop"]
-    _add_logprobs(given, body, endpoint)
-    form, asked_by = form_asked(body)
+    given |= _logprobs(body, endpoint)
+    form, asked_by = _form(body)
     given |= form
-    bias = body.get("logit_bias")
-    if bias:
-        given["sequence_bias"] = _bias(bias)
+    if body.get("logit_bias"):
+        given["sequence_bias"] = _bias(body["logit_bias"])
     try:
         settings = read_settings(given)
     except SettingError as error:
@@ -280,34 +257,26 @@ def _of_chats(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: body[name] for name in _OF_CHATS if body.get(name) not in (None, [], {})}
     if body.get("tool_choice") == "none":  # a model that sees no tool calls none
         given.pop("tools", None)
-    begins, continued = body.get("add_generation_prompt"), body.get("continue_final_message")
+    name = "add_generation_prompt"
+    begins, continued = body.get(name), body.get("continue_final_message")
     if begins and continued:
-        why = "contradicts `continue_final_message`: keep one of them"
-        raise RecordError(f"`add_generation_prompt` {why}", "add_generation_prompt")
+        raise RecordError(f"`{name}` contradicts `continue_final_message`: keep one of them", name)
     if begins is False and not continued:
         why = "is false, and nothing is continued: leave it out, or set `continue_final_message`"
-        raise RecordError(f"`add_generation_prompt` {why}", "add_generation_prompt")
-    if begins and continued is None:
-        given["continue_final_message"] = False
-    return given
+        raise RecordError(f"`{name}` {why}", name)
+    return given | ({"continue_final_message": False} if begins and continued is None else {})
 
 
-def _add_logprobs(given: dict[str, Any], body: Mapping[str, Any], endpoint: str) -> None:
-    asked, top = body.get("logprobs"), body.get("top_logprobs")
-    if endpoint == COMPLETIONS:
-        if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int)):
-            raise RecordError(f"`logprobs` must be a whole number with {endpoint}, not {shown(asked)}", "logprobs")
-    else:
-        if asked is not None and not isinstance(asked, bool):
-            raise RecordError(f"`logprobs` must be true or false with {endpoint}, not {shown(asked)}", "logprobs")
-        if top is not None:
-            given["top_logprobs"] = top
-    if asked is not None:
-        given["logprobs"] = asked
-    most = top if endpoint == CHAT else asked
+def _logprobs(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
+    chat, asked, top = endpoint == CHAT, body.get("logprobs"), body.get("top_logprobs")
+    if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) != chat):
+        what = "true or false" if chat else "a whole number"
+        raise RecordError(f"`logprobs` must be {what} with {endpoint}, not {shown(asked)}", "logprobs")
+    name, most = ("top_logprobs", top) if chat else ("logprobs", asked)
     if isinstance(most, int) and most > _MOST_TOP_LOGPROBS:
-        name = "top_logprobs" if endpoint == CHAT else "logprobs"
         raise RecordError(f"`{name}` is {most}: at most {_MOST_TOP_LOGPROBS} are returned", name)
+    given = {"logprobs": asked, "top_logprobs": top if chat else None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _bias(bias: Any) -> list[list[Any]]:
@@ -322,3 +291,46 @@ def _bias(bias: Any) -> list[list[Any]]:
             raise RecordError(f"`logit_bias` has {value:g} for token {token}: from -100 to 100", "logit_bias")
         found.append([[int(token)], float(value)])
     return found
+
+
+def _form(body: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The form that the answer is to have, as a setting, and the field that asks for it."""
+    found: dict[str, dict[str, Any]] = {
+        name: {ours: body[name]} for name, ours in _FORMS.items() if body.get(name) is not None
+    }
+    if body.get("response_format") is not None and (schema := _schema(body["response_format"])) is not None:
+        found = {"response_format": {"schema": schema}, **found}
+    name = "structured_outputs"
+    if body.get(name) is not None:
+        outputs = body[name]
+        if not isinstance(outputs, Mapping):
+            raise RecordError(f"`{name}` must be an object, not {shown(outputs)}", name)
+        given = {key: value for key, value in outputs.items() if value is not None and value is not False}
+        if len(given) > 1 or not given.keys() <= _IN_OUTPUTS.keys():
+            raise RecordError(f"`{name}` must have one of {', '.join(_IN_OUTPUTS)}, and has {', '.join(given)}", name)
+        if given:
+            found[name] = {_IN_OUTPUTS[key]: value for key, value in given.items()}
+    if len(found) > 1:
+        first, second = list(found)[:2]
+        raise RecordError(f"`{second}` contradicts `{first}`: an answer has one form, so keep one of them", second)
+    return next(((form, name) for name, form in found.items()), ({}, None))
+
+
+def _schema(asked: Any) -> Any:
+    """What ``response_format`` asks for, as a setting; None for plain text."""
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind in ("text", "json_object"):
+        return True if kind == "json_object" else None
+    named = asked.get("json_schema") if kind == "json_schema" else None
+    why = ""
+    if kind != "json_schema":
+        why = f"is of type {shown(asked if kind is None else kind)}: it is text, json_object or json_schema"
+    elif not isinstance(named, Mapping):
+        why = "has no `json_schema`, an object that holds the `schema`"
+    elif not isinstance(named.get("strict"), bool | None):
+        why = f"has a `strict` that is {shown(named['strict'])}: it is true or false"
+    elif not isinstance(named.get("schema"), Mapping):
+        why = "has no `schema` in its `json_schema`, or none that is an object"
+    if why or named is None:
+        raise RecordError(f"`response_format` {why}", "response_format")
+    return named["schema"]

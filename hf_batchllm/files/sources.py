@@ -1,0 +1,291 @@
+"""A file of prompts, as numbered records that are read from the disk when they are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import stat
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import IO, Any
+from zlib import crc32
+
+import numpy as np
+
+from ..errors import InputFileError
+from ..notices import warn_user
+from .paths import reason
+from .tables import TABLES, TEXT, format_of, rows_of
+
+WINDOW_BYTES = 256 << 20
+LEVELS = (64, 256, 1024, 4096, 16384)  # first bytes of a prompt, each with a checksum
+_TOLERANCE = 1 / 6  # of a window: a cut may be so far away from its ideal place
+_RECORD_COST = 512  # bytes of memory that a record takes beside its text
+_COPIED_AT_ONCE = 1 << 20  # bytes of an input that cannot be read twice
+_MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8
+_UNPACKED = "`{} {{path}} | hf-batchllm run - OUT ...`, or unpack it"
+_UTF16 = ("is UTF-16", "`iconv -f UTF-16 -t UTF-8 {path}` makes UTF-8 of it")
+_FIRST_BYTES = {  # of files that are not text
+    b"\x1f\x8b": ("is compressed (gzip)", _UNPACKED.format("zcat")),
+    b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", _UNPACKED.format("zstdcat")),
+    b"BZh": ("is compressed (bzip2)", _UNPACKED.format("bzcat")),
+    b"PK\x03\x04": ("is a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+    b"PAR1": ("is a Parquet file", "pass format `parquet`"),
+}
+
+PromptOf = Callable[[bytes], "bytes | str | None"]  # a record -> the text of its prompt
+
+
+def record_key(raw: bytes) -> str:
+    """12 hex digits that name the content of a record."""
+    return hashlib.blake2b(raw, digest_size=6).hexdigest()
+
+
+def open_source(
+    path: str | os.PathLike[str], format: str | None = None, *, note: Callable[[str], None] = warn_user
+) -> Source:
+    """``format``: jsonl, csv, tsv, parquet or txt; by default the suffix says it. ``-`` is stdin (jsonl).
+
+    A pipe, a table or plain text is copied into an unnamed temporary file as JSON lines, which are read by offsets.
+    """
+    path = os.path.expanduser(path)
+    kind = format_of(path, format, InputFileError)
+    try:
+        with contextlib.ExitStack() as opened:
+            stream = opened.enter_context(_open(path, note))
+            origin = os.fstat(stream.fileno())
+            problems: dict[int, str] = {}
+            twice = stat.S_ISREG(origin.st_mode) and stream.tell() == 0  # it can be read a second time
+            if not twice and kind in ("jsonl", "parquet"):
+                pieces = iter(lambda: stream.read(_COPIED_AT_ONCE), b"")
+                stream = opened.enter_context(_copied(pieces, path))
+            if kind in (*TABLES, TEXT):
+                stream = opened.enter_context(_copied(_json_lines(rows_of(stream, path, kind), problems), path))
+            else:
+                _check_json_lines(stream, path)
+            source = Source(path, kind, stream, problems, origin)
+            opened.pop_all()
+            return source
+    except OSError as error:
+        name = "stdin" if path == "-" else path
+        raise InputFileError(f"{name} cannot be read: {reason(error)}") from error
+
+
+def _open(path: str, note: Callable[[str], None]) -> IO[bytes]:
+    if path != "-":
+        if os.path.isdir(path):
+            raise InputFileError(f"{path} is a folder, not a file")
+        return open(path, "rb")
+    if os.isatty(0):
+        note("reading JSON lines from the terminal: end them with Ctrl-D")
+    return os.fdopen(os.dup(0), "rb")
+
+
+def _copied(pieces: Iterable[bytes], path: str) -> IO[bytes]:
+    try:
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 (the source closes it)
+        copy.writelines(pieces)
+        copy.seek(0)
+    except OSError as error:
+        raise InputFileError(
+            f"{path} cannot be copied to a temporary file in {tempfile.gettempdir()}: {reason(error)}. "
+            "The environment variable TMPDIR names another folder"
+        ) from error
+    return copy
+
+
+def _json_lines(rows: Iterable[tuple[bytes, str]], problems: dict[int, str]) -> Iterator[bytes]:
+    number = -1
+    for line, problem in rows:
+        number += bool(line)  # a blank line is no record
+        if problem:
+            problems[number] = problem
+        yield line + b"\n"
+
+
+def _check_json_lines(stream: IO[bytes], path: str) -> None:
+    head = stream.read(1 << 12)
+    stream.seek(0)
+    for first_bytes, (what, remedy) in _FIRST_BYTES.items():
+        if head.startswith(first_bytes):
+            raise InputFileError(f"{path} {what}: {remedy.format(path=path)}")
+    first, _, rest = (part.strip() for part in head.removeprefix(_MARK).lstrip().partition(b"\n"))
+    what = ""
+    if (first == b"[" and rest) or (first.startswith((b"[{", b"[ {")) and not _is_json_before_more(first, rest)):
+        what, jq = "is one JSON array", "-c '.[]'"
+    elif first == b"{" and rest:
+        what, jq = "has objects over several lines", "-c ."
+    if what:
+        raise InputFileError(
+            f"{path} {what}, not JSON lines (one object on each line): `jq {jq} {path} > lines.jsonl` makes lines of it"
+        )
+
+
+def _is_json_before_more(first: bytes, rest: bytes) -> bool:
+    """Whether the first line is a whole JSON array, and objects follow: one bad line in a file of JSON lines."""
+    try:
+        json.loads(first)
+    except ValueError:
+        return False
+    return rest.startswith(b"{")
+
+
+class Source:
+    """Its records are the lines that are not blank, numbered from 0.
+
+    problems: rows that are no valid records, and why; their bytes are JSON.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        stream: IO[bytes],  # of JSON lines, at its beginning
+        problems: dict[int, str],
+        origin: os.stat_result,  # what was opened, where the stream is a copy
+    ) -> None:
+        self.path, self.format, self.problems = path, format, problems
+        self.name = "stdin" if path == "-" else path
+        self._stream, self._origin = stream, origin
+        starts, sizes, blanks = array("q"), array("q"), array("q")
+        digest = hashlib.blake2b(digest_size=16)
+        at = 0
+        for place, raw in enumerate(stream):
+            digest.update(raw)
+            line = raw if at else raw.removeprefix(_MARK)
+            if line.isspace() or not line:
+                blanks.append(place)
+            else:
+                starts.append(at + len(raw) - len(line))
+                sizes.append(len(line))
+            at += len(raw)
+        self._starts, self._sizes = np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64)
+        self._before = np.array(blanks, dtype=np.int64) - np.arange(len(blanks))  # records before each blank line
+        self.count, self.size = len(starts), at
+        self.digest = digest.hexdigest()  # of all bytes: the same only if the input has not changed
+        self._seen = os.fstat(stream.fileno())
+
+    def is_file(self, there: str | int) -> bool:
+        """Whether this name, or this descriptor, leads to the ordinary file that is read here."""
+        try:
+            return stat.S_ISREG(self._origin.st_mode) and os.path.samestat(self._origin, os.stat(there))
+        except OSError:
+            return False
+
+    def summary(self) -> dict[str, Any]:
+        """The input's entry in a run record."""
+        path = self.path if self.path == "-" else os.path.abspath(self.path)
+        return {"path": path, "records": self.count, "bytes": self.size, "digest": self.digest}
+
+    def where(self, number: int) -> str:
+        """The place as a person finds it: ``line 17`` of the file, or ``row 17`` below the header of a table."""
+        if self.format in TABLES:
+            return f"row {number + 1:,}"
+        return f"line {number + 1 + int(np.searchsorted(self._before, number, side='right')):,}"
+
+    def read(self, numbers: Iterable[int] | np.ndarray | None = None) -> Iterator[tuple[int, bytes]]:
+        """(a record's number, its raw JSON), in the order asked for; by default of all records."""
+        try:
+            for number in range(self.count) if numbers is None else numbers:
+                self._stream.seek(int(self._starts[number]))
+                raw = self._stream.read(int(self._sizes[number]))
+                if len(raw) < self._sizes[number]:
+                    raise InputFileError(f"{self.name} has become shorter while it was being read")
+                yield int(number), raw.removesuffix(b"\n").removesuffix(b"\r")
+            now = os.fstat(self._stream.fileno())
+        except OSError as error:
+            raise InputFileError(f"{self.name} cannot be read any more: {reason(error)}") from error
+        if now.st_mtime_ns != self._seen.st_mtime_ns and now.st_size <= self._seen.st_size:  # longer: lines were added
+            raise InputFileError(f"{self.name} has changed while it was being read")
+
+    def records(self, numbers: Sequence[int] | np.ndarray) -> list[bytes]:
+        return [raw for _, raw in self.read(numbers)]
+
+    def windows(
+        self, numbers: np.ndarray, window_bytes: int = WINDOW_BYTES, prompt_of: PromptOf | None = None
+    ) -> Iterator[np.ndarray]:
+        """``numbers`` in windows that fit into memory; prompts that begin alike share a window.
+
+        ``prompt_of`` gives the text of a record's prompt; by default its raw bytes stand for it.
+        """
+        cost = self._sizes[numbers] + _RECORD_COST
+        if int(cost.sum()) <= window_bytes:
+            yield from [numbers] if len(numbers) else []
+            return
+        order, shared = sharing_order(fingerprints((raw for _, raw in self.read(numbers)), prompt_of))
+        pieces = math.ceil(cost.sum() / window_bytes * (1 + 2 * _TOLERANCE))
+        for first, last in pairwise(cut(shared, cost[order], pieces, _TOLERANCE).tolist()):
+            if last > first:
+                yield numbers[np.sort(order[first:last])]
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# -- which records run together ----------------------------------------------------------------------------------------
+
+
+def fingerprints(records: Iterable[bytes], prompt_of: PromptOf | None = None) -> np.ndarray:
+    """[records, levels]: checksums of the beginnings of each prompt. Two that are equal by chance do little harm."""
+    prints = array("I")
+    extend = prints.extend
+    first, *further = LEVELS
+    for raw in records:
+        text = raw if prompt_of is None else prompt_of(raw) or b""
+        if isinstance(text, str):
+            text = text[: LEVELS[-1]].encode("utf-8", "surrogatepass")
+        row = [crc32(text[:first])]
+        at = first
+        for level in further:
+            row.append(crc32(text[at:level], row[-1]) if len(text) > at else row[-1])
+            at = level
+        extend(row)
+    return np.frombuffer(prints, dtype=np.uint32).reshape(-1, len(LEVELS))
+
+
+def sharing_order(prints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[records] an order in which records that begin alike are neighbours, otherwise as in the file;
+    [records] how many levels each one shares with the one before it."""
+    seats: list[np.ndarray] = []  # for each level: [records] the first record that begins so
+    for level in prints.T:
+        _, first, alike = np.unique(level, return_index=True, return_inverse=True)
+        seats.append(first[alike])
+    order = np.lexsort(seats[::-1])
+    same = np.array([seat[order][1:] == seat[order][:-1] for seat in seats])
+    shared = np.logical_and.accumulate(same).sum(axis=0)
+    return order, np.concatenate([np.zeros(min(len(order), 1), dtype=np.int64), shared])
+
+
+def cut(shared: np.ndarray, cost: np.ndarray, pieces: int, tolerance: float) -> np.ndarray:
+    """[pieces + 1] where each piece begins, if a list is cut into pieces of about equal cost where the least is shared.
+
+    tolerance: so far, as a part of a piece, a cut may be away from the place at which pieces would cost the same.
+    ``shared`` ([records] levels in common with the record before) and ``cost`` belong to the records in their order.
+    """
+    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(cost)])  # [records + 1]
+    total = int(before[-1])
+    within = int(total / pieces * tolerance)
+    edges = [_edge(before, shared, total * each // pieces, within) for each in range(1, pieces)] if total else []
+    edges = edges or [0] * (pieces - 1)
+    return np.maximum.accumulate(np.array([0, *edges, len(cost)], dtype=np.int64))
+
+
+def _edge(before: np.ndarray, shared: np.ndarray, ideal: int, within: int) -> int:
+    first, last = np.searchsorted(before, [ideal - within, ideal + within + 1]).tolist()
+    if first == last:  # a record reaches beyond the tolerance: the nearer one of its ends
+        return int(first - 1 if first and ideal - before[first - 1] <= before[first] - ideal else first)
+    places = first + np.flatnonzero(shared[first:last] == shared[first:last].min(initial=len(LEVELS)))
+    return int(places[np.argmin(np.abs(before[places] - ideal))]) if len(places) else last

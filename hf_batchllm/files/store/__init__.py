@@ -1,1 +1,0 @@
-"""The bytes on the disk: reading lines, writing results, continuing after a crash."""
