@@ -321,35 +321,6 @@ def test_killed_in_a_merge(folder: Path) -> None:
     raise AssertionError("a merge has no so many writes")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_part_that_is_killed_in_the_middle(folder: Path) -> None:
-    """And by that job alone: the others' files stay as they are."""
-    whole = part_file(folder, 2).read_bytes()
-    others = {path: path.read_bytes() for path in folder.glob("*shard*") if path != part_file(folder, 2)}
-    others.pop(Path(f"{part_file(folder, 2)}.run.json"))
-    for path in folder.glob("*shard-2-*"):
-        path.unlink()
-    model, tokenizer = build("llama"), word_tokenizer(97, template=True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a copy of a process has no other threads
-
-    def run_and_die() -> None:
-        left = [9]
-        os.write = dying(os.write, left)
-        with BatchGenerator(model, tokenizer) as fresh:
-            again(fresh, folder, "2/4")
-
-    child = in_a_child(run_and_die)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    torch.set_num_threads(threads)
-    with pytest.raises(FilesError, match=r"part 2 has [1-9] of"):
-        merge_shards(folder / "out.jsonl")
-    with BatchGenerator(model, tokenizer) as fresh:
-        assert again(fresh, folder, "2/4").before > 0
-    assert part_file(folder, 2).read_bytes() == whole
-    assert all(path.read_bytes() == data for path, data in others.items())
-
-
 def test_other_weights_in_one_part(folder: Path, generator: BatchGenerator) -> None:
     changed = copy.deepcopy(build("llama"))
     with torch.no_grad():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
-import fcntl
 import json
 import os
 import random
@@ -25,7 +23,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_batchllm import BatchGenerator, FileReport, run_file
-from hf_batchllm.errors import FilesError, InputFileError, OutputBusyError, OutputWriteError, RunChangedError
+from hf_batchllm.errors import FilesError, InputFileError, RunChangedError
 from hf_batchllm.files.output import FileOutput
 
 FAMILY = "llama"
@@ -228,32 +226,6 @@ def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path, monkeypatch: py
     torch.set_num_threads(threads)
 
 
-def test_a_full_disk_keeps_what_was_written(
-    tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = written(tmp_path / "in.jsonl", records(60)), tmp_path / "out.jsonl"
-    run_file(generator, source, tmp_path / "whole.jsonl", **SETTINGS)
-    write, left = os.write, [4000]
-
-    def full(descriptor: int, data: Any) -> int:
-        if os.fstat(descriptor).st_ino != (target.stat().st_ino if target.exists() else -1):
-            return write(descriptor, data)
-        room = left[0]
-        if room <= 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        left[0] -= min(len(data), room)
-        return write(descriptor, data[:room])
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OutputWriteError, match="the disk is full") as caught:
-        run_file(generator, source, target, **SETTINGS)
-    monkeypatch.undo()
-    assert len(results(target)) == caught.value.kept > 5
-    report = run_file(generator, source, target, **SETTINGS)
-    assert report.before == caught.value.kept
-    assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -285,15 +257,6 @@ def test_an_interrupt_says_that_the_same_call_goes_on(
         assert target.exists() == (name == "out.jsonl" and after > 0), "no new files before the first result"
     assert run_file(generator, source, target, **SETTINGS).before == 7
     assert target.read_bytes() == (tmp_path / f"whole.{name}").read_bytes()
-
-
-def test_one_run_at_a_time(tmp_path: Path, generator: BatchGenerator) -> None:
-    source, target = written(tmp_path / "in.jsonl", records(30)), tmp_path / "out.jsonl"
-    with target.open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(OutputBusyError, match="another run"):
-            run_file(generator, source, target, **SETTINGS)
-    assert run_file(generator, source, target, **SETTINGS).written == 30
 
 
 def test_what_differs_from_the_earlier_part_is_named(tmp_path: Path, generator: BatchGenerator) -> None:

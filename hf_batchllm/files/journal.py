@@ -239,8 +239,9 @@ class Journal:
         in_place = self._has_name(self._file)
         if in_place and np.array_equal(self.start[places], begins) and int(sizes.sum()) == self.file_size:
             return
-        if os.path.lexists(self.path) and not in_place:
-            raise OutputFileError(f"{self.path} was replaced by another file while it was written to")
+        here, replaced = self.path, os.path.lexists(self.path) and not in_place
+        if replaced:  # by another file, which stays
+            self.path = f"{here}.rescued"
         try:
             with replacing(self.path) as file:
                 lock(file.fileno(), self.path)  # before it has its name, so that no other run can lock it first
@@ -249,6 +250,9 @@ class Journal:
             raise self._write_error(error, "could not be put in the order of the input") from error
         self._file.close()
         self._file, self.start[places], self._end = file, begins, int(sizes.sum())
+        if replaced:
+            said = f"{here} was replaced by another file meanwhile: its own {len(self):,} results are in {self.path}"
+            raise OutputWriteError(said, kept=len(self))
 
     def _places(self) -> np.ndarray:
         """The numbers of the records that have a result."""

@@ -120,8 +120,10 @@ class FileOutput:
         try:
             if not restart:
                 self._read_earlier_run()
-        except BaseException:
+        except BaseException as error:
             self._journal.close()
+            if isinstance(error, OSError):
+                raise OutputFileError(f"{self.path} cannot be read: {reason(error)}") from error
             raise
 
     def _check_place(self, source: Source | None) -> None:
@@ -224,7 +226,7 @@ class FileOutput:
             differences.insert(0, f"it was {was}, and would now be {now}")
         changed = old.input.get("digest") != asked.input.get("digest")
         if changed and (source is None or asked.shard or self.complete):
-            differences.append(f"the input has changed (it had {old.input.get('records'):,} records)")
+            differences.append(f"the input has changed (it had {old.input.get('records') or 0:,} records)")
         if differences:
             table = " A finished table cannot be continued (a .jsonl file can)." if self.complete else ""
             raise self._changed(

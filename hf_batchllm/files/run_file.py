@@ -86,8 +86,8 @@ def run_file(
     image_urls: whether images are fetched whose http or https URL is in a line.
     token_ids: whether results have the new tokens' ids.
     order: "input", or "finished" to leave the results in the order in which they finished.
-    fsync: "always", "never", or how often results are forced onto the disk. If the process is killed, nothing is lost;
-        a power cut loses at most the results of this time.
+    fsync: "always", "never", or how often results are forced onto the disk, with the first result that comes when this
+        time has passed. If the process is killed, nothing is lost; a power cut loses at most what was not forced.
     window_bytes: how many bytes of records are in memory together. Prompts that begin alike share a window.
     retry_errors: run records whose result is an error again.
     restart: begin afresh; the old results are moved to ``<target>.bak-1``.
