@@ -119,7 +119,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
             "response_format",
         ),
         (request(stream=True), "`stream` is not supported: results go to a file", "stream"),
-        (request(audio={"voice": "x"}), "`audio` is not supported", "audio"),
+        (request(audio={}), "`audio` is not supported", "audio"),
         (request(presence_penalty=0.5), "`presence_penalty` is not supported: only 0 is", "presence_penalty"),
         (request(max_token=5), "`max_token` is not supported; did you mean `max_tokens`?", "max_token"),
         (request(foo=5), "`foo` is not supported: leave it out", "foo"),

@@ -11,7 +11,7 @@ from typing import Any
 from ..inputs.chats import chat_problem
 from ..inputs.grammar_options import GRAMMAR_OPTIONS
 from ..inputs.images.image_parts import is_image_part
-from ..inputs.other_names import FROM_ELSEWHERE
+from ..inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ..wording import a_kind, is_number, shown
 from .json_lines import RecordError
 from .settings import NAMES, GenerationSettings, SettingError, nearest, read_settings
@@ -42,13 +42,15 @@ _IGNORED = (  # they change nothing about an answer
     *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "store", "parallel_tool_calls"),
     *("stream_options", "priority", "request_id", "add_special_tokens", "add_generation_prompt"),  # see ``_of_chats``
 )
-# Other fields must ask for nothing. These do with a value that is not None, False, 0 or empty.
+# Other fields must ask for nothing. ``asks_for_nothing`` knows the values that do, but for these fields.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "best_of": (1,),
+    "functions": ([],),
+    "suffix": ("",),
 }
 _HINTS = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), "only 0 is; see `repetition_penalty`"),
@@ -95,7 +97,7 @@ def read_request(record: Mapping[str, Any], images: bool = False) -> tuple[Any, 
         if name in (source, *_SETTINGS, *_IGNORED) or value is None:
             continue
         if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
-            if not (value in _NEUTRAL[name] if name in _NEUTRAL else value in (False, "", [], {})):
+            if not (value in _NEUTRAL[name] if name in _NEUTRAL else asks_for_nothing(name, value)):
                 raise RecordError(_unknown(name, source, endpoint), name)
         elif name in _OF_CHATS and endpoint != CHAT and value:
             raise RecordError(f"`{name}` goes with {CHAT}, whose requests have `messages`", name)
