@@ -40,12 +40,13 @@ _SETTINGS = (
 _OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")  # settings, too, of requests with messages
 _IGNORED = (  # they change nothing about an answer
     *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "store", "parallel_tool_calls"),
-    *("stream_options", "priority", "request_id", "add_special_tokens", "add_generation_prompt"),  # see ``_of_chats``
+    *("stream_options", "priority", "request_id"),
 )
 # Other fields must ask for nothing. ``asks_for_nothing`` knows the values that do, but for these fields.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("add_special_tokens", "add_generation_prompt"), (True, False)),  # see ``_of_chats``
     "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
@@ -97,7 +98,8 @@ def read_request(record: Mapping[str, Any], images: bool = False) -> tuple[Any, 
         if name in (source, *_SETTINGS, *_IGNORED) or value is None:
             continue
         if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
-            if not (value in _NEUTRAL[name] if name in _NEUTRAL else asks_for_nothing(name, value)):
+            good = [each for each in _NEUTRAL.get(name, ()) if type(each) is type(value)]
+            if not (value in good if name in _NEUTRAL else asks_for_nothing(name, value)):
                 raise RecordError(_unknown(name, source, endpoint), name)
         elif name in _OF_CHATS and endpoint != CHAT and value:
             raise RecordError(f"`{name}` goes with {CHAT}, whose requests have `messages`", name)

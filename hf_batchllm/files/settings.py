@@ -204,7 +204,7 @@ def settings_in_record(
     for name, value in record.items():
         if name in NAMES or name in wanted or value in (None, "") or (why := mistaken_name(name)) is None:
             continue
-        if not asks_for_nothing(name, _from_cell(name, value) if cells else value):
+        if _first_not_finite(value) is None and not asks_for_nothing(name, _from_cell(name, value) if cells else value):
             raise SettingError(name, f"{why} (for a field of your own data: --keep {name}, or --no-line-settings)")
     nested = record.get("settings")
     if cells and isinstance(nested, str) and nested.lstrip().startswith("{"):
@@ -324,13 +324,14 @@ _RIGHT: dict[Takes, Callable[[Any], bool]] = {
     Takes.FLAG: lambda value: isinstance(value, bool),
     Takes.TOKEN: is_whole,
     Takes.TOKENS: lambda value: is_whole(value) or (isinstance(value, list | tuple) and all(map(is_whole, value))),
-    Takes.IDS: lambda value: isinstance(value, list) and all(map(is_whole, value)),
+    Takes.IDS: lambda value: isinstance(value, list | tuple) and all(map(is_whole, value)),
 }
 
 
 def _checked(name: str, known: str, value: Any) -> Any:
     """The kind of the value, and what no model can use. The model's own checks come before a line is run."""
     takes = TABLE[known].takes if known in TABLE else Takes.ANYTHING
+    value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy or torch, where Python calls
     odd = _first_not_finite(value)
     if odd is not None:
         raise SettingError(name, f"must be a number, not {json.dumps(odd)}: leave it out, or write null")
