@@ -18,12 +18,10 @@ import numpy as np
 
 from .config import BatchConfig
 from .errors import ConfigError, OptionValueError
-from .files.records import BadPromptRecord, PromptRecord, RecordLayout
-from .files.records import RecordReader
-from .files.results import SampleFields
-from .files.templates import Template
-from .files.results import TokenTexts
+from .files.records import BadPromptRecord, PromptRecord, RecordLayout, RecordReader
+from .files.results import SampleFields, TokenTexts
 from .files.tables import plain
+from .files.templates import Template
 from .inputs.prompt_options import FOR_CHATS
 from .inputs.prompts import Prompt
 from .inputs.seeds import SeedOfWhole, checked_seeds

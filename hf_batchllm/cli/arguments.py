@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
-from ..files.settings import NAMES
-from ..files.settings import NO_SETTINGS, GenerationSettings, read_settings
+from ..files.settings import NAMES, NO_SETTINGS, GenerationSettings, read_settings
 from ..files.templates import unescaped
 from ..inputs.option_row import Takes
 from ..inputs.option_table import TABLE

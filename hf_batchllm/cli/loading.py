@@ -50,8 +50,7 @@ class Loader:
     loaded: bool = False
 
     def __call__(self) -> RecordEngine:
-        from ..files.record_engine import RecordEngine
-        from ..files.record_engine import problem_in_silence
+        from ..files.record_engine import RecordEngine, problem_in_silence
 
         self.called = True
         engine = RecordEngine(self._generator())

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files.records import PromptRecord
-from ..files.records import RecordReader
+from ..files.records import PromptRecord, RecordReader
 from ..files.sources import Source, open_source
 from ..inputs.prompt_options import as_lists
 from ..inputs.prompts import Prompt, check_prompts

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from ..files.records import check_first_records, make_reader
-from ..files.records import ALL_FIELDS, OPENAI, RecordLayout
-from ..files.records import RecordReader
+from ..files.records import ALL_FIELDS, OPENAI, RecordLayout, RecordReader, check_first_records, make_reader
 from ..files.settings import NO_SETTINGS, GenerationSettings, read_assignments, read_settings
-from ..files.templates import Template
 from ..files.sources import Source
+from ..files.templates import Template
 from ..inputs.chats import is_chat
 from ..inputs.images.image_parts import has_images
 from ..inputs.images.image_sources import ImageSources

@@ -56,7 +56,8 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
     if suffix in _COMPRESSED:
         raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} out, or use `- | gzip`")
     known = ", ".join([*FORMATS, *([f".{TEXT}"] if reads else [])])
-    raise error(f"{path}: its name does not say what it is ({known}): pass the format (`--format jsonl`)")
+    option = "--format" if reads else "--output-format"
+    raise error(f"{path}: its name does not say what it is ({known}): pass the format (`{option} jsonl`)")
 
 
 def import_pyarrow() -> Any:

@@ -355,12 +355,13 @@ def _options_for_generate(pipe: Pipeline, forward: Parameters) -> Parameters:
     # transformers writes into dicts of options.
     listening._forward(given, **{name: dict(it) if isinstance(it, dict) else it for name, it in forward.items()})
     options: Parameters = listening.model.asked
-    config: Any = options.get("generation_config")
-    if config is None or config is not getattr(pipe, "generation_config", None):
+    own: Any = getattr(pipe, "generation_config", None)
+    its_own = own is not None and options.get("generation_config") is own
+    if not its_own:
         return options
-    if config.max_new_tokens is not None and "max_length" not in forward:
+    if own.max_new_tokens is not None and "max_length" not in forward:
         options.pop("max_length", None)  # grown by a prefix
-    return {**options, "generation_config": _without_defaults(config, pipe, options)}
+    return {**options, "generation_config": _without_defaults(own, pipe, options)}
 
 
 def _without_defaults(config: Any, pipe: Any, options: Parameters) -> Any:
