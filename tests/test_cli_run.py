@@ -158,10 +158,19 @@ def test_what_makes_all_lines_bad_is_said_once(
     ],
 )
 def test_exit_codes_of_runs_that_stop(
-    how: Any, code: int, said: str, written: Written, saved: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    how: Any,
+    code: int,
+    said: str,
+    written: Written,
+    saved: str,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     written({"prompt": "w5"}, {"prompt": "w6"})
     assert main(command(saved, "--limit", "1", "--quiet")) == 0
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, hangup))
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(BatchGenerator, "stream", how)
     assert main(command(saved, "--quiet")) == code

@@ -172,4 +172,4 @@ def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--choice", "left", "--choice", "right") == 0 and text() in ("left", "right")
     assert run("--regex", "a", "--choice", "b") == 2 and "`choice` contradicts `regex`" in capsys.readouterr().err
     assert run("--schema", "nowhere.json") == 2
-    assert "--schema nowhere.json: No such file" in capsys.readouterr().err
+    assert "--schema: it is neither JSON nor a file: nowhere.json" in capsys.readouterr().err

@@ -248,7 +248,11 @@ class ModelBlock(Block[_AsGenerate]):
 
     def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         named = _named("generate", self.model, args, kwargs)
-        refuse_no_cache(named)
+        try:
+            refuse_no_cache(named)
+        except UnsupportedOptionError:
+            self.forget_report()
+            raise
 
         def serve() -> Any:
             assert self.generator is not None

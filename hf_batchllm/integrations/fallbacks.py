@@ -205,6 +205,12 @@ class Block(ABC, Generic[Kind]):
             return False
         return report is not None
 
+    def forget_report(self) -> None:
+        """A call was refused, and the reports must not be those of the call before."""
+        if self.generator is not None:
+            self.generator.last_report = None
+        self.note_report()
+
     def note_report(self) -> None:
         for holder, _ in () if self.has_ended else self._reports:
             vars(holder)[_REPORT] = self.last_report
