@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,68 @@ def test_a_refused_restart_changes_nothing(given: str, wanted: str) -> None:
     with open_source(given) as source, open_output(wanted, source=source, restart=True):
         pass  # the model cannot be loaded, say
     assert Path(wanted).read_bytes() == b"".join(lines) and not os.path.exists(wanted + ".bak-1")
+
+
+def test_a_restart_that_fails_leaves_the_earlier_run(
+    given: str, wanted: str, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(given, wanted, seed=7)
+    for error in (OSError(errno.ENOSPC, "no space"), KeyboardInterrupt()):
+
+        def fails(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.copyfile", fails)
+            with pytest.raises((OutputFileError, KeyboardInterrupt)):
+                run(given, wanted, restart=True)
+    assert done_again(given, wanted) == set() and Path(wanted).read_bytes() == whole
+
+
+def test_a_restart_keeps_an_output_that_was_moved_aside_meanwhile(given: str, wanted: str, whole: bytes) -> None:
+    run(given, wanted, seed=7)
+    Path(wanted + ".bak-1.run.json").write_text("of an older run")
+    with open_source(given) as source, open_output(wanted, source=source, restart=True) as output:
+        output.begin(RunRecord(SETTINGS, 7, input=source.summary()), np.arange(COUNT), source)
+        os.rename(wanted, wanted + ".mine")
+        output.start({})
+        output.append([(0, answer(0, source.records([0])[0]))])
+    assert Path(wanted + ".mine").read_bytes() == whole and numbers(wanted) == [0]
+    run(given, wanted, restart=True)
+    assert Path(wanted + ".bak-1.run.json").read_text() == "of an older run"
+    assert os.path.exists(wanted + ".bak-2")
+
+
+def test_results_of_another_model_are_not_merged_though_none_is_missing(given: str, wanted: str) -> None:
+    with open_source(given) as source:
+        asked, every = RunRecord(SETTINGS, 7, input=source.summary()), np.arange(COUNT)
+        with open_output(wanted, source=source) as output:
+            output.begin(asked, every, source)
+            output.start({"weights": "1"})
+            output.append([(number, answer(number, raw)) for number, raw in source.read(every)])
+            output.finish(figures={})
+        for weights in ("1", "2"):
+            with open_output(wanted, records=COUNT) as output:
+                parts = replace(asked, model={"weights": weights})
+                if weights == "1":
+                    output.begin(parts, every)
+                else:
+                    with pytest.raises(RunChangedError, match="it had other weights"):
+                        output.begin(parts, every)
+
+
+def test_corrected_records_run_again_though_their_retry_was_stopped(given: str, wanted: str) -> None:
+    run(given, wanted, seed=7, bad=[3, 5])
+    lines = Path(given).read_bytes().splitlines(keepends=True)
+    for number in (3, 5):
+        lines[number] = b'{"prompt": "corrected %d"}\n' % number
+    Path(given).write_bytes(b"".join(lines))
+    assert done_again(given, wanted, seed=7, retry_errors=True, stop_after=1) == {3, 5}
+    assert len(done_again(given, wanted, seed=7)) == 1
+    assert [each["key"] for each in results(wanted)] == [record_key(line.strip()) for line in lines]
+    run(given, wanted, restart=True, seed=7, bad=[COUNT - 1])
+    Path(given).write_bytes(b"".join(lines[:-1]))
+    assert done_again(given, wanted, seed=7, retry_errors=True) == set(), "an error beyond the input's end is no result"
 
 
 def test_errors_are_done_until_they_are_retried(given: str, wanted: str, whole: bytes) -> None:

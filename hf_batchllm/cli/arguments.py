@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
-from ..files.settings import NAMES, NO_SETTINGS, GenerationSettings, read_settings
+from ..files.settings import NAMES, NO_SETTINGS, NOT_FOR_FILES, GenerationSettings, read_settings
 from ..files.templates import unescaped
-from ..inputs.option_row import Takes
+from ..inputs.option_row import Fate, PromptForm, Takes
 from ..inputs.option_table import TABLE
 from ..inputs.other_names import ALIASES
 from ..inputs.prompt_options import PROMPT_OPTIONS
@@ -71,6 +71,8 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def value(text: str) -> Any:
     """JSON, or a number such as ``.7``; else the text itself."""
+    if text.strip() == "null":
+        raise argparse.ArgumentTypeError("null says nothing: leave the option out")
     for read in (json.loads, float):
         with contextlib.suppress(ValueError):
             return read(text)
@@ -188,9 +190,12 @@ def add_settings(group: Any, names: Iterable[str]) -> None:
     names = set(names).difference(_OWN)
     for name in [*(name for name in _SHOWN if name in names), *sorted(names.difference(_SHOWN))]:
         known = ALIASES.get(name, name)
+        row = TABLE.get(known)
+        if known in NOT_FOR_FILES or (row and (row.fate is not Fate.HONOURED or row.goes_with is PromptForm.TENSORS)):
+            continue
         shown = _BY_SETTING.get(known, _Shown("VALUE", ""))
         how: dict[str, Any] = {"type": shown.type, "metavar": shown.metavar}
-        if known in TABLE and TABLE[known].takes is Takes.FLAG:
+        if row and row.takes is Takes.FLAG:
             how = {"action": argparse.BooleanOptionalAction}
         elif known in _SEVERAL:
             how["action"] = "append"

@@ -83,7 +83,8 @@ class Journal:
 
     path: no link. count: the records of the input; each array has an entry for each of them.
     start: [records] where the line of each one's result begins; -1: it has none. size: [records] its bytes, with the
-    newline. key: [records] as 48-bit numbers. is_error: [records] whether the result is an error.
+    newline. key: [records] as 48-bit numbers. is_error: [records] whether the result is an error. Both are those of
+    earlier runs.
     """
 
     def __init__(
@@ -98,11 +99,14 @@ class Journal:
         self.path = path
         self.start, self.size = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.key, self.is_error = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=bool)
-        self.beyond: int | None = None  # a record with a result that the input does not have
+        # The last record with a result that the input does not have; and the last whose result is no error.
+        self.beyond: int | None = None
+        self.answer_beyond: int | None = None
         self._seconds = seconds_between_syncs(fsync)
         self._busy, self._note = busy, note
         self._repairs: list[str] = []
         self._end = 0  # where the last whole line ends
+        self._scanned = False
         self._failed: BaseException | None = None
         self._synced, self._fresh = time.monotonic(), False  # when that was; whether something was appended since
         self._file = self._open()
@@ -116,14 +120,19 @@ class Journal:
                     raise OutputFileError(f"{self.path} is no ordinary file")
                 if not lock(file.fileno(), self.path, self._note):
                     raise OutputBusyError(self._busy())
-                if self._has_name(file):  # a run that ended in between may have put another file there
+                if self._is_here(file):  # a run that ended in between may have put another file there
                     return file
             except BaseException:
                 file.close()
                 raise
             file.close()
 
-    def _has_name(self, file: IO[bytes]) -> bool:
+    @property
+    def has_name(self) -> bool:
+        """Whether the file of this name is the one that is written to."""
+        return self._is_here(self._file)
+
+    def _is_here(self, file: IO[bytes]) -> bool:
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except FileNotFoundError:
@@ -133,7 +142,7 @@ class Journal:
 
     def scan(self) -> None:
         """Reads which results are there. OutputFileError for a line that no such run has written."""
-        at, end, damaged = 0, self.file_size, []
+        at, end, damaged, self._scanned = 0, self.file_size, [], True
         self._file.seek(0)
         for place, raw in enumerate(open(self._file.fileno(), "rb", closefd=False), 1):  # noqa: SIM115
             begin, at = at, at + len(raw)
@@ -145,6 +154,7 @@ class Journal:
                 self._end = at
                 if number >= len(self.start):
                     self.beyond = max(self.beyond or 0, number)
+                    self.answer_beyond = self.answer_beyond if is_error else max(self.answer_beyond or 0, number)
                     continue
                 self.start[number], self.size[number] = at - len(line), len(line)
                 self.key[number], self.is_error[number] = int(key, 16), is_error
@@ -174,7 +184,7 @@ class Journal:
     def prepare(self) -> None:
         """Cuts off what ``scan`` found behind the last result."""
         try:
-            if self.file_size > self._end:
+            if self._scanned and self.file_size > self._end:
                 self._file.truncate(self._end)
         except OSError as error:
             raise self._write_error(error, "could not be repaired") from error
@@ -236,12 +246,13 @@ class Journal:
             places = places[np.argsort(self.start[places])]
         sizes = self.size[places]
         begins = np.cumsum(sizes) - sizes
-        in_place = self._has_name(self._file)
+        in_place = self.has_name
         if in_place and np.array_equal(self.start[places], begins) and int(sizes.sum()) == self.file_size:
             return
         here, replaced = self.path, os.path.lexists(self.path) and not in_place
         if replaced:  # by another file, which stays
-            self.path = f"{here}.rescued"
+            names = (f"{here}.rescued", *(f"{here}.rescued-{number}" for number in range(2, 10**6)))
+            self.path = next(name for name in names if not os.path.lexists(name))
         try:
             with replacing(self.path) as file:
                 lock(file.fileno(), self.path)  # before it has its name, so that no other run can lock it first
@@ -277,7 +288,7 @@ class Journal:
                 self.sync()
         finally:
             with contextlib.suppress(OSError):
-                if (remove or (self.created and not keep and not self.file_size)) and self._has_name(self._file):
+                if (remove or (self.created and not keep and not self.file_size)) and self.has_name:
                     os.unlink(self.path)
             self._file.close()
 

@@ -161,6 +161,8 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
             more = f"; a request cannot have it: pass --set {ours[1]}=... for the whole file"
         return f"`{name}` {FROM_ELSEWHERE[name]}{more}"
     near = nearest(name)
+    if near == name:
+        return f"`{name}` is not supported in a request: pass --set {name}=... for the whole file"
     return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
 
 

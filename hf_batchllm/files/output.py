@@ -199,6 +199,8 @@ class FileOutput:
         self._numbers, self._retry_errors = numbers, retry_errors
         if self._old is not None:
             self._check_same(self._old, asked, source)
+        if self._old is not None and source is not None and not self.complete:
+            self._forget_old_errors(source)
         if self.complete and self._old is not None:
             if retry_errors:
                 raise OutputFileError(
@@ -227,6 +229,8 @@ class FileOutput:
         changed = old.input.get("digest") != asked.input.get("digest")
         if changed and (source is None or asked.shard or self.complete):
             differences.append(f"the input has changed (it had {old.input.get('records') or 0:,} records)")
+        if source is None and (other := differing(old.model, asked.model)):
+            differences.append(f"it had {other}")
         if differences:
             table = " A finished table cannot be continued (a .jsonl file can)." if self.complete else ""
             raise self._changed(
@@ -241,8 +245,9 @@ class FileOutput:
     def _check_records(self, source: Source) -> None:
         """Compares the key of each result with its record in the input: lines may be added at its end."""
         journal = self._journal
-        if journal.beyond is not None:
-            why = f"has a result for record {journal.beyond + 1:,}, and {source.name} has only {source.count:,}"
+        beyond = journal.answer_beyond if self._retry_errors else journal.beyond
+        if beyond is not None:
+            why = f"has a result for record {beyond + 1:,}, and {source.name} has only {source.count:,}"
             raise self._changed(
                 f"{why}: it is another input, or it was cut. Give the old one", [f"{source.name} is shorter"]
             )
@@ -252,6 +257,13 @@ class FileOutput:
                 why = f"has {'an error' if error else 'a result'} for {where}: this record has changed since"
                 hint = "`--retry-errors` runs lines with errors again. " if error else ""
                 raise self._changed(f"{why}. {hint}Give the old input", [f"{where} has changed"])
+
+    def _forget_old_errors(self, source: Source) -> None:
+        """Those of records that were corrected since: a run that was to make them again was stopped before."""
+        journal = self._journal
+        for number, raw in source.read(np.flatnonzero(self.has_result & self.is_error)):
+            if int(record_key(raw), 16) != journal.key[number]:
+                journal.start[number], journal.is_error[number] = -1, False
 
     @property
     def _done(self) -> np.ndarray:
@@ -278,22 +290,25 @@ class FileOutput:
         self._start()
 
     def _start(self) -> None:
-        self._started = True
         if self._restart:
             self._move_away()
         with contextlib.suppress(OSError):
             os.unlink(temporary_beside(self.path))  # of a run that was killed
         self._write_record()
+        self._started = True  # from here on the run record is this run's
         self._journal.prepare()
 
     def _move_away(self) -> None:
         """Deletes nothing. A copy of the run record goes first and the journal last: if the process is killed in
         between, the old run is still there."""
         there = [path for path in (self.path, self._journal.path) if os.path.exists(path) and os.path.getsize(path)]
+        if not self._journal.has_name:  # somebody has put it elsewhere since: what is in it stays
+            self._journal.close()
+            self._journal = self._make_journal()
         if not there:
             return
         number = 1
-        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in ("", ".part.jsonl")):
+        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in ("", ".part.jsonl", ".run.json")):
             number += 1
         aside = f"{self.path}.bak-{number}"
         try:

@@ -21,6 +21,7 @@ from ..pool.rank_generator import RankGenerator
 from ..wording import a_kind
 from .merge_shards import merge_shards
 from .output import kept_in
+from .paths import real_path
 from .record_engine import RecordEngine, settings_in_config
 from .record_loop import run_records
 from .records import ALL_FIELDS, RecordLayout, check_first_records, make_reader
@@ -222,7 +223,7 @@ def _run_on_ranks(
     it alone: it is complete, or nearly so.
     """
     with gen._together() as exchange:
-        there = os.path.exists(record_path(target)) and not restart and not shards_beside(target)
+        there = os.path.exists(record_path(real_path(target))) and not restart and not shards_beside(target)
         if exchange("alone", there)[0] or len(gen) == 1:
             report: FileReport = exchange("run", None if gen.rank else run(gen._generator, None))[0]
             return report

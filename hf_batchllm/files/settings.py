@@ -40,7 +40,7 @@ _USUAL_DATA = frozenset(
         *("documents", "thinking", "tool", "adapted", "stream", "ebnf", "json_schema", "grammars"),
     )
 )
-_NOT_FOR_FILES = {
+NOT_FOR_FILES = {
     "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
     "prompt_logprobs": "is not for files: see BatchGenerator.generate",
 }
@@ -164,8 +164,8 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
             raise SettingError(name, why or f"is not a setting; settings are {names}, ...")
         if value is None:
             continue
-        if name in _NOT_FOR_FILES:
-            raise SettingError(name, _NOT_FOR_FILES[name])
+        if name in NOT_FOR_FILES:
+            raise SettingError(name, NOT_FOR_FILES[name])
         known = ALIASES.get(name, name)
         value = _checked(name, known, value)
         if known in found and found[known] != value:
@@ -240,8 +240,8 @@ def mistaken_name(name: str) -> str | None:
     """Why a field seems to be meant as a setting, though it has no setting's name; None for the user's own data."""
     if name in _USUAL_DATA:
         return None
-    if name in _NOT_FOR_FILES:
-        return _NOT_FOR_FILES[name]
+    if name in NOT_FOR_FILES:
+        return NOT_FOR_FILES[name]
     near = _BARE.get(_bare(name))
     if near is None and (why := _BARE_OTHER_NAMES.get(_bare(name))) is not None:
         return why
