@@ -43,6 +43,10 @@ RESULTS = (  # a column of the dataset with such a name gets "input_" before it
     *("index", "text", "finish_reason", "prompt_tokens", "new_tokens", "score", "token_ids", "logprobs", "samples"),
     *("adapter", "error", "seed"),
 )
+_ONE_FOR_ALL = (  # in `generate` these may be lists with one for each prompt
+    *("adapter", "chat_template_kwargs", "continue_final_message", "max_prompt_tokens", "truncation_side"),
+    *("schema", "regex", "grammar"),
+)
 _OF_EACH_ROW = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")  # functions that get its number
 _NOT_HERE = {
     "prompt_logprobs": "has no place in a dataset: leave it out",
@@ -50,6 +54,10 @@ _NOT_HERE = {
     "streamer": "follows one sequence, and a cluster runs many: use BatchGenerator",
     "on_error": 'is not an option here: it is "record", and the column `error` says why a row has no answer',
     "progress": "is not an option here: Ray Data shows its own bars",
+    **dict.fromkeys(
+        ("prompts", "inputs", "input_ids", "attention_mask"),
+        "is not an option here: the prompts are those of the dataset",
+    ),
     "gpus": "is not an option here: `concurrency` is how many workers there are, `num_gpus` how many GPUs each has",
 }
 
@@ -176,6 +184,8 @@ def checked_options(given: Mapping[str, Any], generation_config: Any) -> dict[st
     for name, value in options.items():
         if value is not None and name in _NOT_HERE:
             raise OptionValueError(name, _NOT_HERE[name])
+        if name in _ONE_FOR_ALL and isinstance(value, list | tuple):
+            raise OptionValueError(name, "is a list: it is one value for all rows of the dataset")
         if value is not None and name not in TABLE:
             raise unknown_option(name, AnyModel())  # type: ignore[arg-type]
     fields = {name: value for name, value in options.items() if name != "adapter"}
@@ -342,7 +352,7 @@ class Worker:
 
         numbers, asked = [record.number for record in records], dict(self._asked)
         asked["seed"] = SeedOfWhole(self._seed, numbers) if self._sampled else None  # the noise of one whole call
-        asked |= {name: _by_number(asked[name], numbers) for name in _OF_EACH_ROW if callable(asked.get(name))}
+        asked |= {name: _by_number(asked[name], numbers) for name in _OF_EACH_ROW if _is_function(asked.get(name))}
         if not records:
             return {}
         try:
@@ -385,6 +395,11 @@ class Worker:
         found |= {"adapter": pa.string()} if "adapter" in self._asked else {}
         found |= {"seed": pa.uint64()} if self._sampled else {}
         return pa.schema([(name, found[name]) for name in RESULTS if name in found])
+
+
+def _is_function(given: Any) -> bool:
+    """A LogitsProcessorList can be called, too, and is a list."""
+    return callable(given) and not isinstance(given, list | tuple)
 
 
 def _by_number(function: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:

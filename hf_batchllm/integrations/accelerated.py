@@ -81,6 +81,12 @@ class _With(ContextDecorator, AbstractContextManager[Model], Generic[Model]):
         self._used = True
         return super().__call__(function)
 
+    def _recreate_cm(self) -> _With[Model]:
+        """A block of its own for each call of a decorated function: they may come from several threads."""
+        own = type(self)(self._model, *self._given)
+        own._used = True
+        return own
+
     def __enter__(self) -> Model:
         self._used = True
         tokenizer, config, fields = self._given

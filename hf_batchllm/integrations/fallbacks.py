@@ -113,7 +113,7 @@ class Block(ABC, Generic[Kind]):
         self._stand_ins: list[StandIn] = []
         self._reports: list[tuple[Any, Any]] = []  # who holds `last_report`, and what that was before
         self._warned: set[tuple[Way, str]] = set()
-        self._falls_back_in: int | None = None  # the thread that runs an original
+        self._falling_back = threading.local()  # in a thread that runs an original, `now` is true
         try:
             self.generator = kind(model, tokenizer, config)
             _refuse_custom_generate(model)
@@ -127,7 +127,7 @@ class Block(ABC, Generic[Kind]):
     @property
     def falls_back_here(self) -> bool:
         """Whether this thread runs an original, which may call further methods of its own."""
-        return self._falls_back_in == threading.get_ident()
+        return getattr(self._falling_back, "now", False)
 
     # -- beginning and end -------------------------------------------------------------------------------------
 
@@ -230,11 +230,11 @@ class Block(ABC, Generic[Kind]):
         warns_first = isinstance(reason, BatchLLMError) and not isinstance(reason, OptionValueError)
         if warns_first:
             self.warn(way, reason)
-        before, self._falls_back_in = self._falls_back_in, threading.get_ident()
+        before, self._falling_back.now = self.falls_back_here, True
         try:
             result = original()
         finally:
-            self._falls_back_in = before
+            self._falling_back.now = before
         if not warns_first:
             self.warn(way, reason)
         return result

@@ -229,14 +229,14 @@ class _Call:
         if not self._pictured:  # a pipeline for text uses the first row alone
             ids, mask = ids[:1], None if mask is None else mask[:1]
             made = {"input_ids": ids, "attention_mask": mask}
-        before, shown = ids, ids
+        before, shown, pad = ids, ids, self._option("pad_token_id")
         if ids.shape[-1] == 0:
             bos = None if self._pictured else self._option("bos_token_id")
             before, shown = torch.tensor([[0 if bos is None else bos]], device=ids.device), None
             made = {"input_ids": before}
             if bos is None:
                 self._problems[len(self._inputs)] = "is an empty string, of which no tokens are made"
-        elif mask is None and (ids == self._option("pad_token_id")).any():
+        elif mask is None and pad is not None and bool((ids == pad).any()):
             self._problems[len(self._inputs)] = "has pad tokens, and no `attention_mask` that tells what they are"
         elif mask is not None:
             self._padded |= not mask.all()
