@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,6 +210,25 @@ def test_as_a_decorator(model: Any) -> None:
         return model.last_report.sequences
 
     assert [evaluate(), evaluate()] == [3, 3]
+    assert "generate" not in vars(model)
+
+
+def test_a_decorated_function_in_two_threads(model: Any) -> None:
+    """Each call has a block of its own, which the other's end leaves alone."""
+    short_has_ended = threading.Event()
+
+    @accelerated(model)
+    def evaluate(is_long: bool) -> Any:
+        if is_long:
+            assert short_has_ended.wait(60)
+        by_generate(model)
+        return model.last_report.sequences
+
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(evaluate, True)
+        assert pool.submit(evaluate, False).result() == 3
+        short_has_ended.set()
+        assert long.result() == 3
     assert "generate" not in vars(model)
 
 

@@ -209,6 +209,15 @@ def test_an_empty_prompt_begins_from_bos(pipe: Any) -> None:
                 assert pipe(given, bos_token_id=5, **GREEDY, **more) == expected
 
 
+def test_without_a_pad_token_and_without_masks() -> None:
+    tokenizer = copy.deepcopy(word_tokenizer())
+    tokenizer.pad_token, tokenizer.model_input_names = None, ["input_ids"]
+    bare = made(tokenizer=tokenizer)
+    expected = bare([TEXTS[0]], **GREEDY)
+    with accelerated_throughout(bare):
+        assert bare([TEXTS[0]], **GREEDY) == expected
+
+
 def test_a_streamer_is_told_of_a_single_prompt(pipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pipe(TEXTS[0], streamer=TextStreamer(pipe.tokenizer), **GREEDY)
     expected = capsys.readouterr().out

@@ -21,7 +21,7 @@ import pytest
 import torch
 from support_ray import Load, in_one_process, texts
 from support_real_model import examples_module, small_model
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hf_batchllm import BatchConfig, BatchLLMError, ConfigError, OptionValueError
 from hf_batchllm.files.records import RecordLayout
@@ -129,10 +129,11 @@ class Barred(LogitsProcessor):
         {**SAMPLED, "num_return_sequences": 3},
         {"num_beams": 3, "max_new_tokens": 4},
         {"max_tokens": 5, "logits_processor": lambda index, ids: [Barred(20 + index)]},
+        {"max_tokens": 5, "logits_processor": LogitsProcessorList([Barred(20)])},
         {"max_tokens": 4, "prefix_allowed_tokens_fn": lambda index, ids: [10 + index]},
         {"config": GenerationConfig(do_sample=True, max_new_tokens=4), "seed": 5},
     ],
-    ids=["greedy", "sampled", "several samples", "beams", "a factory", "allowed tokens", "a config"],
+    ids=["greedy", "sampled", "several samples", "beams", "a factory", "a list", "allowed tokens", "a config"],
 )
 def test_the_answers_are_those_of_one_call(options: dict[str, Any]) -> None:
     prompts = texts(16)
@@ -223,6 +224,8 @@ def test_a_worker_whose_device_has_failed_ends_its_process(monkeypatch: pytest.M
         ({"max_tokens": 3, "max_new_tokens": 4}, "contradicts"),
         ({"truncation_side": "middle"}, "truncation_side"),
         ({"schema": "x"}, "`schema` is not JSON"),
+        ({"inputs": ["a"]}, "`inputs` is not an option here: the prompts are those of the dataset"),
+        ({"adapter": ["a"]}, "`adapter` is a list: it is one value for all rows"),
         ({"config": [GenerationConfig()]}, "must be a transformers.GenerationConfig, not a list"),
     ],
 )
