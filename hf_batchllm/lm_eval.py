@@ -230,7 +230,9 @@ class _Request:
         if token_ids[-1] in self.settings.ends:
             return False
         ids = torch.tensor([token_ids], dtype=torch.long, device="cpu")
-        return not bool(self.criteria(0)(ids, torch.empty(1, 0, device="cpu")).all())  # they look at tokens alone
+        return not bool(
+            self.criteria(0)(ids, torch.empty(1, 0, dtype=torch.float32, device="cpu")).all()
+        )  # they look at tokens alone
 
     def text(self, token_ids: list[int]) -> str:
         end = self.lm.think_end_token

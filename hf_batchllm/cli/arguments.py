@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
-from ..files.settings import NAMES, NO_SETTINGS, NOT_FOR_FILES, GenerationSettings, read_settings
+from ..files.settings import NAMES, NO_SETTINGS, GenerationSettings, read_settings
 from ..files.templates import unescaped
-from ..inputs.option_row import Fate, PromptForm, Takes
+from ..inputs.option_row import Takes
 from ..inputs.option_table import TABLE
 from ..inputs.other_names import ALIASES
 from ..inputs.prompt_options import PROMPT_OPTIONS
@@ -191,8 +191,6 @@ def add_settings(group: Any, names: Iterable[str]) -> None:
     for name in [*(name for name in _SHOWN if name in names), *sorted(names.difference(_SHOWN))]:
         known = ALIASES.get(name, name)
         row = TABLE.get(known)
-        if known in NOT_FOR_FILES or (row and (row.fate is not Fate.HONOURED or row.goes_with is PromptForm.TENSORS)):
-            continue
         shown = _BY_SETTING.get(known, _Shown("VALUE", ""))
         how: dict[str, Any] = {"type": shown.type, "metavar": shown.metavar}
         if row and row.takes is Takes.FLAG:

@@ -143,7 +143,7 @@ def device_of(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _in_a_line(f"--device {name}"):
-        return torch.empty(0, device=name).device
+        return torch.empty(0, dtype=torch.uint8, device=name).device
 
 
 @contextmanager
