@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to 
 
 def test_the_bench_runs(saved: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # the script's is for its whole process
     bench = importlib.import_module("bench_harness").main
     small = "--questions 3 --shots 1 --choices 2 --runs 1 --batch-sizes 1 2 --device cpu --dtype float32"
     for more in ([], ["--letters", "--sampler", "default", "--rival-questions", "2"]):
