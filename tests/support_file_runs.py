@@ -176,13 +176,15 @@ def go_on(given: str, output: str, whole: bytes, acknowledged: mmap.mmap, option
 
 
 def kill_at_random(folder: str, wanted: str, rounds: int, count: int) -> dict[str, Any]:
-    """Kills one run again and again, wherever it may be, until it has been killed often enough and is done."""
+    """Kills a run again and again, wherever it may be. One that is done too early begins anew."""
     given, output = os.path.join(folder, "in.jsonl"), os.path.join(folder, wanted)
     write_input(given, count)
     chance = random.Random(count)
     acknowledged = mmap.mmap(-1, count)
     wrong: list[str] = []
     deaths = 0
+    expected = os.path.join(folder, "expected" + os.path.splitext(output)[1])
+    run(given, expected, seed=7)
 
     def slowly(number: int) -> None:
         acknowledged[number] = 1
@@ -211,11 +213,13 @@ def kill_at_random(folder: str, wanted: str, rounds: int, count: int) -> dict[st
             continue
         if code:
             wrong.append(f"exit code {code}")
-        break
-    expected = os.path.join(folder, "expected" + os.path.splitext(output)[1])
-    run(given, expected, seed=7)
-    if Path(expected).read_bytes() != Path(output).read_bytes():
-        wrong.append("is not what an uninterrupted run writes")
+        elif Path(expected).read_bytes() != Path(output).read_bytes():
+            wrong.append("is not what an uninterrupted run writes")
+        if wrong or deaths >= rounds:
+            break
+        for path in (output, f"{output}.run.json"):
+            os.unlink(path)
+        acknowledged[:] = bytes(count)
     return {"deaths": deaths, "wrong": wrong}
 
 
