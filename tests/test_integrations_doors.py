@@ -203,6 +203,22 @@ def test_a_generate_of_the_owners_is_put_back(model: Any) -> None:
         del model.generate
 
 
+def test_reports_of_blocks_that_end_in_the_order_in_which_they_began(model: Any) -> None:
+    vars(model).pop("last_report", None)
+    for is_called, own in ((False, None), (True, "mine")):
+        if own is not None:
+            model.last_report = own
+        with ExitStack() as first, ExitStack() as second:
+            first.enter_context(accelerated(model))
+            second.enter_context(accelerated(model))
+            first.close()
+            if is_called:
+                by_generate(model)
+                assert model.last_report.sequences == 3
+        assert getattr(model, "last_report", None) == own
+    del model.last_report
+
+
 def test_as_a_decorator(model: Any) -> None:
     @accelerated(model, page_size=8)
     def evaluate() -> Any:

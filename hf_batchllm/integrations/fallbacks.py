@@ -11,7 +11,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -101,6 +102,17 @@ class StandIn:
             _put(self._owner, self._name, before)
 
 
+@dataclass
+class _Around:
+    """Blocks around a holder of ``last_report``, which may end in any order. ``before``: what it had outside of all."""
+
+    before: Any
+    blocks: set[Any] = field(default_factory=set)
+
+
+_AROUND: weakref.WeakKeyDictionary[Any, _Around] = weakref.WeakKeyDictionary()
+
+
 class Block(ABC, Generic[Kind]):
     """One block of ``accelerated``: its generator, and what it has put in the place of methods."""
 
@@ -111,7 +123,7 @@ class Block(ABC, Generic[Kind]):
         self.has_ended = False
         self.open_streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stand_ins: list[StandIn] = []
-        self._reports: list[tuple[Any, Any]] = []  # who holds `last_report`, and what that was before
+        self._holders: list[Any] = []  # of `last_report`
         self._warned: set[tuple[Way, str]] = set()
         self._falling_back = threading.local()  # in a thread that runs an original, `now` is true
         try:
@@ -143,23 +155,28 @@ class Block(ABC, Generic[Kind]):
         self.leave_reports_on(owner)
 
     def leave_reports_on(self, holder: Any) -> None:
-        self._reports.append((holder, vars(holder).get(_REPORT, _ABSENT)))
-        vars(holder)[_REPORT] = None
+        around = _AROUND.setdefault(holder, _Around(vars(holder).get(_REPORT, _ABSENT)))
+        self._holders.append(holder)
+        around.blocks.add(self)
+        if len(around.blocks) == 1:
+            vars(holder)[_REPORT] = None
 
     def end(self) -> None:
         self.has_ended = True
         for stand_in in self._stand_ins:
             stand_in.put_back()
-        for holder, before in self._reports:
-            is_owners = before is not _ABSENT and not isinstance(before, RunReport | None)
-            if is_owners or vars(holder).get(_REPORT) is None:  # else it stays behind
-                _put(holder, _REPORT, before)
+        for holder in self._holders:
+            _AROUND[holder].blocks.discard(self)
+            if not _AROUND[holder].blocks:
+                before = _AROUND.pop(holder).before
+                is_owners = before is not _ABSENT and not isinstance(before, RunReport | None)
+                if is_owners or vars(holder).get(_REPORT) is None:  # else it stays behind
+                    _put(holder, _REPORT, before)
         if self.generator is not None:
             with AttentionSwap(self.model).others_wait():  # a call of another thread ends first
                 for stream in list(self.open_streams):
                     stream.close()
-                with suppress(GeneratorBusyError):  # the block ends within a call of its own thread
-                    self.generator.close()
+                self.generator.close()
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -212,7 +229,7 @@ class Block(ABC, Generic[Kind]):
         self.note_report()
 
     def note_report(self) -> None:
-        for holder, _ in () if self.has_ended else self._reports:
+        for holder in () if self.has_ended else self._holders:
             vars(holder)[_REPORT] = self.last_report
 
     def warn(self, way: Way, reason: Exception | None) -> None:
