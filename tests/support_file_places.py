@@ -5,11 +5,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support_file_runs import run, write_input
+from support_file_runs import results, run, write_input
 
 ROOT = Path(__file__).parents[1]
+COUNT = 30  # records of ``given``
 PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}  # of other processes
 
 
@@ -26,7 +28,7 @@ def folder(tmp_path: Path):
 @pytest.fixture
 def given(folder: Path) -> str:
     path = str(folder / "in.jsonl")
-    write_input(path, 30)
+    write_input(path, COUNT)
     return path
 
 
@@ -50,3 +52,18 @@ def program(*args: str, **options) -> subprocess.CompletedProcess:
 def half_done(given: str, wanted: str) -> list[bytes]:
     run(given, wanted, seed=7, stop_after=9)
     return Path(wanted).read_bytes().splitlines(keepends=True)
+
+
+def numbers(wanted: str) -> list[int]:
+    return [each["index"] for each in results(wanted)]
+
+
+def done_again(given: str, wanted: str, **options: Any) -> set[int]:
+    """What a further run still has to do."""
+    todo: list[set[int]] = []
+    run(given, wanted, seen=todo.append, **options)
+    return todo[-1]
+
+
+def folder_of(path: str) -> list[str]:
+    return sorted(os.listdir(os.path.dirname(path)))
