@@ -138,11 +138,13 @@ def _full_name(name: str) -> str:
 
 
 def _check_target(asked: argparse.Namespace) -> None:
-    if asked.target == "-":
+    if is_stream(asked.target):
         for name in ("restart", "retry_errors", "shard"):
             if getattr(asked, name):
-                raise UsageError(f"{option(name)} needs an output that can be continued, and - is stdout")
-    if not is_stream(asked.target):
+                raise UsageError(
+                    f"{option(name)} needs an output that can be continued, and {asked.target} is a stream"
+                )
+    else:
         format_of(asked.target, asked.output_format, OutputFileError)
 
 

@@ -76,4 +76,7 @@ class RunOptions:
 
     def open_output(self, place: str, source: Source, note: Callable[[str], None]) -> FileOutput | StreamOutput:
         """Locks the output, and changes nothing in it: a refusal of its place, or of a second run, comes here."""
+        for name in ("restart", "retry_errors"):
+            if getattr(self, name) and is_stream(place):
+                raise OutputFileError(f"`{name}` needs an output that can be continued, and {place} is a stream")
         return open_output(place, self.format, source=source, fsync=self.fsync, restart=self.restart, note=note)
