@@ -85,7 +85,7 @@ def test_what_a_user_does_to_a_tokenizer_reaches_no_other_generator(
     third = BatchGenerator(model)
     assert len(third.generate(chat, max_new_tokens=1)[0].prompt_token_ids) != 3
     assert third.tokenizer is not second.tokenizer
-    assert len(loads) == (1 if when == "before" else 2)
+    assert len(loads) == 1
 
 
 def test_it_goes_with_its_model(model: nn.Module, loads: list[str]) -> None:

@@ -12,7 +12,7 @@ from support_families import build
 from support_html import view_of
 from support_word_tokenizer import byte_tokenizer, word_tokenizer
 
-import hf_batchllm.inputs.kept_tokenizers
+import hf_batchllm.inputs.tokenizer
 from hf_batchllm import BatchGenerator, BatchResult, Generation, plan_prompts
 
 SHARED = " ".join(f"w{30 + at}" for at in range(60))
@@ -41,7 +41,7 @@ def test_plans_say_how_shared_text_begins(generator: BatchGenerator) -> None:
 def test_ids_alone_have_no_labels_and_no_tokenizer_is_loaded_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     monkeypatch.setattr(model.config, "_name_or_path", "somewhere/else")  # says where a tokenizer is
-    loaded = hf_batchllm.inputs.kept_tokenizers.AutoTokenizer
+    loaded = hf_batchllm.inputs.tokenizer.AutoTokenizer
     monkeypatch.setattr(loaded, "from_pretrained", lambda *_, **__: pytest.fail("a tokenizer was looked for"))
     rows = [[*range(3, 60), at] for at in range(5)]
     assert plan_prompts(rows).labels == {}

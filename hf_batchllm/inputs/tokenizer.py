@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from ..config import BatchConfig
 from ..errors import ConfigError, TokenizerError
 from ..wording import a_kind, first_line
-from .kept_tokenizers import load_tokenizer, own_tokenizer
 from .preparing import loading
 
 _PASS_ONE = "pass BatchGenerator(model, tokenizer)"
+# Tokenizers from beside a model, and where each was found: loading takes seconds, and the next generator needs it too.
+_kept: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 class TokenizerLoader:
@@ -27,6 +30,7 @@ class TokenizerLoader:
         self._model = model
         self._saved_with = getattr(model.config, "_name_or_path", "") or ""
         self._searched = given is not None
+        self._is_kept = False  # for other generators, too
 
     def required(self) -> Any:
         """The tokenizer for prompts that are text; TokenizerError if there is none."""
@@ -35,7 +39,7 @@ class TokenizerLoader:
                 raise TokenizerError(f"the model's config does not say where its tokenizer is: {_PASS_ONE}")
             try:
                 with loading():
-                    self._tokenizer = load_tokenizer(self._model, self._saved_with, self)
+                    self._load()
             except Exception as error:
                 raise TokenizerError(
                     f"no tokenizer could be loaded from {self._saved_with!r}, where the model came from "
@@ -50,12 +54,17 @@ class TokenizerLoader:
             if self._tokenizer is None and self._saved_with:
                 # Nothing is downloaded merely to decode: results then hold token ids without text.
                 with contextlib.suppress(Exception), loading():
-                    self._tokenizer = load_tokenizer(self._model, self._saved_with, self, local_files_only=True)
+                    self._load(local_files_only=True)
         return self._tokenizer
+
+    def _load(self, **options: Any) -> None:
+        self._tokenizer, self._is_kept = load_tokenizer(self._model, self._saved_with, **options), True
 
     def shown(self) -> Any:
         """As ``found``, for a user, who may change it: no other generator has it."""
-        self._tokenizer = own_tokenizer(self._model, self.found(), self)
+        found = self.found()
+        if self._is_kept:
+            self._tokenizer, self._is_kept = copy.deepcopy(found), False
         return self._tokenizer
 
     def decode(self, token_ids: list[int]) -> str | None:
@@ -68,6 +77,28 @@ class TokenizerLoader:
             return None
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+def load_tokenizer(model: nn.Module, name: str, **options: Any) -> Any:
+    """The tokenizer saved under a name, as it was loaded for this model before; from changed files it is loaded anew."""
+    place = _place(name)
+    if model not in _kept or _kept[model][0] != place:
+        _kept[model] = place, AutoTokenizer.from_pretrained(name, **options)
+    return _kept[model][1]
+
+
+def _place(name: str) -> tuple[Any, ...]:
+    """A folder with its files as they are now; a name on the hub stands for itself."""
+    if not os.path.isdir(name):
+        return (name,)
+    files = []
+    for folder, _, names in os.walk(name):
+        for each in names:
+            path = os.path.join(folder, each)
+            with contextlib.suppress(OSError):  # it is being replaced, or a link leads nowhere
+                found = os.stat(path)
+                files.append((path, found.st_mtime_ns, found.st_size))
+    return (os.path.realpath(name), *sorted(files))
 
 
 def check_tokenizer(given: Any) -> None:
