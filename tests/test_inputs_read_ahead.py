@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_batchllm.inputs.images.read_ahead import ReadAhead
+from hf_batchllm.inputs.images.ready_images import ReadAhead
 
 
 def test_results_are_those_of_their_names_whoever_was_first() -> None:

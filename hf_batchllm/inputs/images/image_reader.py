@@ -23,11 +23,10 @@ from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
 from .image_parts import UnreadableImage, sources_of, with_bare_parts
 from .image_texts import ImageTexts
+from .placed_images import OutOfPlace, PlacedImages
 from .processed_images import ProcessedImages
 from .prompt_images import FIRST_KEY, EncodedChat, Image
 from .ready_images import ReadyImage, ReadyImages, name_of
-from .rope_places import RopePlaces
-from .shown_images import OutOfPlace, with_images
 
 # Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
 _SORT_PIXELS = ("InternVLProcessor",)
@@ -132,7 +131,7 @@ class _Reading:
         self._options: dict[str, Any] = {}  # of the processor, for images
         self._texts = ImageTexts(processor.tokenizer, model.placeholder)
         self._leaves_out = False  # texts of images, in the call at hand
-        self._rope = RopePlaces(model)
+        self._placed = PlacedImages(model)
         self._ours = copy.copy(processor)
         self._ours._process_images = self._known_images
         self._ours._merge_kwargs = self._merged
@@ -152,7 +151,7 @@ class _Reading:
             )
         try:
             shown = tuple(known.image for known in self._shown)
-            return EncodedChat(ids, with_images(self._model, ids, shown, self._rope))
+            return EncodedChat(ids, self._placed.of(ids, shown))
         except OutOfPlace as error:
             return BadPrompt(str(error))
 

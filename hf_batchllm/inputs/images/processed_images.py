@@ -24,9 +24,8 @@ from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
 from .image_parts import UnreadableImage
 from .image_shares import INSTEAD, TokensOfImages, UnclearImages, shares_of_images
+from .placed_images import OutOfPlace, PlacedImages
 from .prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES, EncodedChat, Image, PromptImages
-from .rope_places import RopePlaces
-from .shown_images import OutOfPlace, with_images
 
 _TYPES = (IMAGE_TOKEN_TYPES, "token_type_ids")
 _AS_TENSORS = 'give the processor `return_tensors="pt"`'
@@ -47,8 +46,8 @@ class ProcessedImages:
         return image_model(self._owners)
 
     @cached_property
-    def _rope(self) -> RopePlaces:
-        return RopePlaces(self._model)
+    def _placed(self) -> PlacedImages:
+        return PlacedImages(self._model)
 
     @staticmethod
     def takes(prompt: Any) -> bool:
@@ -126,10 +125,7 @@ class ProcessedImages:
         cuts = np.searchsorted(ends, ends_of_rows).tolist()
         shown = [tuple(images[begin:end]) for begin, end in pairwise(cuts)]
         try:
-            return [
-                with_images(self._model, row, some, self._rope) if some else None
-                for row, some in zip(rows, shown, strict=True)
-            ]
+            return [self._placed.of(row, some) if some else None for row, some in zip(rows, shown, strict=True)]
         except OutOfPlace as error:
             raise UnclearImages("input_ids", str(error)) from None
 
