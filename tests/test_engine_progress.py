@@ -264,8 +264,9 @@ def test_a_run_of_several_calls_counts_from_what_was_done_before(drawn: io.Strin
 def test_making_tokens_and_planning_have_bars_where_they_take_long(
     drawn: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("_MANY_TEXTS", 3), ("_MANY_PROMPTS", 3), ("_PATIENCE", 0.0)):
-        monkeypatch.setattr(preparing, name, value)
+    monkeypatch.setattr(preparing, "_PATIENCE", 0.0)
+    for work in ("texts", "plan"):
+        monkeypatch.setitem(preparing._LONG_WORK, work, (3, preparing._LONG_WORK[work][1]))
     tokenizer = word_tokenizer()
     generator = BatchGenerator(build("llama"), tokenizer)
     texts = ["w3 w4 w5 w6"] * 4

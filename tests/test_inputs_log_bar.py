@@ -6,8 +6,7 @@ import pytest
 from support_families import build
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.inputs.log_bar import LogBar
-from hf_batchllm.inputs.preparing import open_bar
+from hf_batchllm.inputs.preparing import LogBar, open_bar
 
 
 class Clock:

@@ -10,16 +10,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
-from ..results.notebook import in_notebook, tqdm
-from .log_bar import LogBar
+from tqdm.std import tqdm as Bar
 
-_MANY_TEXTS = 2048  # fewer are tokens soon
-_MANY_CHATS_WITH_IMAGES = 32  # an image takes a tenth of a second
-_MANY_PROMPTS = 10_000  # fewer are planned soon
-_LARGE_VOCABULARY = 100_000  # tokens; fewer are decoded soon
+from ..results.notebook import in_notebook, tqdm
+
+_LONG_WORK = {  # from how many on there is a bar, and what it says
+    "texts": (2048, "making tokens of prompts {n:,} / {total:,}"),
+    "images": (32, "reading images of chats {n:,} / {total:,}"),  # an image takes a tenth of a second
+    "plan": (10_000, "planning what {total:,} prompts share ..."),
+    "stop strings": (100_000, "preparing stop strings ..."),  # each token of a vocabulary is decoded
+    "grammars": (100_000, "preparing the tokenizer for grammars ..."),
+}
 _PATIENCE = 0.5  # seconds before a bar appears
+_SECONDS_BETWEEN_LINES = 30.0  # of a log
+_SHARE_BETWEEN_LINES = 0.05  # of the time that has passed: a run of a day prints no more than some hundred lines
 
 _During = Callable[[str], AbstractContextManager[object]]  # a phase's name -> a block whose time counts for it
 
@@ -64,42 +71,58 @@ def bars_shown(wanted: bool | None, many: bool) -> bool:
 
 
 @contextmanager
-def tokenizing_bar(texts: int) -> Iterator[Callable[[int], object]]:
-    """Over texts that become tokens. The function that comes is told of each few."""
-    shown = texts >= _MANY_TEXTS and bars_shown(_wanted.get(), True)
-    form = "{percentage:3.0f}%|{bar}| making tokens of prompts {n:,} / {total:,} [{elapsed}<{remaining}]"
-    with open_bar(shown, total=texts, bar_format=form, leave=False, delay=_PATIENCE) as bar:
+def _bar_over(work: str, count: int) -> Iterator[Callable[[int], object]]:
+    """While one of ``_LONG_WORK`` is done. The function that comes is told of each few, where they are counted."""
+    many, text = _LONG_WORK[work]
+    options: dict[str, Any] = {"bar_format": text}
+    if "{n" in text:
+        form = f"{{percentage:3.0f}}%|{{bar}}| {text} [{{elapsed}}<{{remaining}}]"
+        options = {"bar_format": form, "delay": _PATIENCE}
+    with open_bar(count >= many and bars_shown(_wanted.get(), True), total=count, leave=False, **options) as bar:
         yield bar.update
 
 
-@contextmanager
-def images_bar(chats: int) -> Iterator[Callable[[int], object]]:
-    """Over chats whose images are loaded and made ready."""
-    shown = chats >= _MANY_CHATS_WITH_IMAGES and bars_shown(_wanted.get(), True)
-    form = "{percentage:3.0f}%|{bar}| reading images of chats {n:,} / {total:,} [{elapsed}<{remaining}]"
-    with open_bar(shown, total=chats, bar_format=form, leave=False, delay=_PATIENCE) as bar:
-        yield bar.update
+tokenizing_bar = partial(_bar_over, "texts")
+images_bar = partial(_bar_over, "images")
+planning_bar = partial(_bar_over, "plan")
+vocabulary_bar = partial(_bar_over, "stop strings")
+grammar_bar = partial(_bar_over, "grammars")
 
 
-@contextmanager
-def planning_bar(prompts: int) -> Iterator[None]:
-    """While the plan is made, which takes a few seconds for many prompts."""
-    shown = prompts >= _MANY_PROMPTS and bars_shown(_wanted.get(), True)
-    with open_bar(shown, total=1, bar_format=f"planning what {prompts:,} prompts share ...", leave=False):
-        yield
+class LogBar(Bar):
+    """A bar where nothing can be drawn over, in a pipe or a log file: it prints whole lines, few of them.
 
+    The first line comes at once, the last one when the bar is closed, with what it had come to.
+    """
 
-@contextmanager
-def vocabulary_bar(tokens: int) -> Iterator[None]:
-    """While each token of a vocabulary is decoded, in which stop strings are to be found."""
-    shown = tokens >= _LARGE_VOCABULARY and bars_shown(_wanted.get(), True)
-    with open_bar(shown, total=1, bar_format="preparing stop strings ...", leave=False):
-        yield
+    disable: bool
+    monitor_interval = 0  # no thread: nothing waits for a line
+    _due = 0.0
+    _printed = ""
 
+    def __init__(self, *, bar_format: str, **options: Any) -> None:
+        super().__init__(bar_format=bar_format.replace("|{bar}|", ""), mininterval=1.0, **options)
 
-@contextmanager
-def grammar_bar(tokens: int) -> Iterator[None]:
-    """While a tokenizer is prepared for grammars."""
-    shown = tokens >= _LARGE_VOCABULARY and bars_shown(_wanted.get(), True)
-    with open_bar(shown, total=1, bar_format="preparing the tokenizer for grammars ...", leave=False):
-        yield
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        now = self._time()
+        if now < self._due:
+            return False
+        self._print_line()
+        passed = now - getattr(self, "start_t", now)  # tqdm sets it after the first line
+        self._due = now + max(_SECONDS_BETWEEN_LINES, _SHARE_BETWEEN_LINES * passed)
+        return True
+
+    def close(self) -> None:
+        if self.disable:
+            return
+        if self.leave:
+            self._print_line()
+        self.disable = True
+        self._decr_instances(self)
+
+    def _print_line(self) -> None:
+        line = str(self).rstrip()
+        if line != self._printed:
+            self._printed = line
+            self.fp.write(f"{line}\n")
+            self.fp.flush()
