@@ -442,3 +442,23 @@ class BatchGenerator:
         if report is not None:
             report.plan.add_labels(call.plan.prompts, self._tokenizer.decode_if_loaded)
         return report
+
+
+class DoorGenerator(BatchGenerator):
+    """Behind a trainer, a pipeline or ``accelerated``, where nobody holds it.
+
+    ``logprobs`` are of what tokens are drawn from, after processors. ``checks`` decide whether a call can be served.
+    """
+
+    _logprobs_of_scores = True
+    _at_hand = False
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, config: BatchConfig, checks: type[JobChecks] = JobChecks
+    ) -> None:
+        self._kind_of_checks = checks
+        super().__init__(model, tokenizer, config)
+
+    @property
+    def checks(self) -> JobChecks:
+        return self._checks

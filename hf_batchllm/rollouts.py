@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from .config import BatchConfig
 from .errors import UnsupportedOptionError
-from .generator import BatchGenerator
+from .generator import DoorGenerator
 from .inputs.config_fields import ConfigFields
 from .notices import Notices
 from .results.generations import Generation
@@ -23,11 +23,6 @@ from .results.run_report import RunReport
 __all__ = ["RolloutMixin", "Rollouts", "rollout_func"]
 
 _TRIED = "1.16"  # of TRL, whose inside is known here
-
-
-class _RolloutGenerator(BatchGenerator):
-    _logprobs_of_scores = True  # as TRL compares them with those of its own pass, at the temperature of sampling
-    _at_hand = False
 
 
 class Rollouts:
@@ -49,7 +44,7 @@ class Rollouts:
     ) -> None:
         self._config = BatchConfig.of(config, dict(fields))
         self._logprobs = logprobs
-        self._generators: weakref.WeakKeyDictionary[Any, tuple[nn.Module, BatchGenerator]] = weakref.WeakKeyDictionary()
+        self._generators: weakref.WeakKeyDictionary[Any, tuple[nn.Module, DoorGenerator]] = weakref.WeakKeyDictionary()
         self._notices = Notices()
         self.last_report: RunReport | None = None
 
@@ -75,6 +70,7 @@ class Rollouts:
         with _unwrapped(trainer) as model:
             generator = self._generator(trainer, model)
             try:
+                # After temperature and processors, as TRL compares them with those of its own pass.
                 logprobs = 0 if self._logprobs else None
                 result = generator.generate(list(map(list, places)), configs, logprobs=logprobs, progress=False)
             finally:
@@ -102,13 +98,13 @@ class Rollouts:
             why = "is True, and rollouts run on the trainer's own model here: leave it out"
             raise UnsupportedOptionError("use_vllm", why)
 
-    def _generator(self, trainer: Any, model: nn.Module) -> BatchGenerator:
+    def _generator(self, trainer: Any, model: nn.Module) -> DoorGenerator:
         known = self._generators.get(trainer)
         if known is None or known[0] is not model:
             if known is not None:
                 known[1].close()
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-            known = self._generators[trainer] = model, _RolloutGenerator(model, tokenizer, self._config)
+            known = self._generators[trainer] = model, DoorGenerator(model, tokenizer, self._config)
         return known[1]
 
 

@@ -1,4 +1,4 @@
-"""Texts of images are left out while a chat is made into tokens, which are what they were, and so are places for RoPE."""
+"""Texts of images are left out while a chat is made into tokens: these are what they were, as are places for RoPE."""
 
 from __future__ import annotations
 

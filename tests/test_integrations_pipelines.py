@@ -231,6 +231,8 @@ def test_postprocess_and_preprocess_may_be_ones_own() -> None:
         fails = False
 
         def preprocess(self, prompt_text: Any, **options: Any) -> Any:
+            if not isinstance(prompt_text, str):
+                raise ValueError("no text input")
             return super().preprocess(f"w9 {prompt_text}", **options)
 
         def postprocess(self, *args: Any, **options: Any) -> Any:
@@ -242,6 +244,9 @@ def test_postprocess_and_preprocess_may_be_ones_own() -> None:
     with accelerated_throughout(pipe):
         assert pipe(TEXTS, **GREEDY) == [1, 1, 1]
         assert pipe.last_report.prompt_tokens == 12 + 3
+        with pytest.raises(ValueError, match="text input"):
+            pipe([3], **GREEDY)
+        assert pipe.last_report is None  # not that of the call before
         pipe.fails = True
         with pytest.raises(KeyError, match="mine") as caught:
             pipe(TEXTS, **GREEDY)

@@ -80,7 +80,7 @@ class TokenizerLoader:
 
 
 def load_tokenizer(model: nn.Module, name: str, **options: Any) -> Any:
-    """The tokenizer saved under a name, as it was loaded for this model before; from changed files it is loaded anew."""
+    """The tokenizer saved under a name, as it was loaded for this model before. Changed files are loaded anew."""
     place = _place(name)
     if model not in _kept or _kept[model][0] != place:
         _kept[model] = place, AutoTokenizer.from_pretrained(name, **options)

@@ -15,17 +15,16 @@ from transformers import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousMixin
 
 from ..config import BatchConfig
-from ..engine.job import Job, JobChecks
+from ..engine.job import Job
 from ..engine.tensor_results import refuse_no_cache
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
-from ..generator import BatchGenerator
+from ..generator import DoorGenerator
 from ..inputs.call_arguments import CallArguments
-from ..inputs.config_names import without_foreign_names
 from ..inputs.options import Options
 from ..inputs.resolve_options import resolve_each
 from ..notices import Notices, warn_user
 from ..sampling import processor_chains
-from .fallbacks import Block, Way, refuse_other_meaning, refuse_what_sees_all_rows, right_padding
+from .fallbacks import Block, ChecksAsGenerate, Way, refuse_other_meaning, refuse_what_sees_all_rows
 from .generate_batch import generate_batch, without_own_defaults
 
 Model = TypeVar("Model")  # a model, or a pipeline
@@ -74,7 +73,7 @@ class _With(ContextDecorator, AbstractContextManager[Model], Generic[Model]):
 
     def __init__(self, model: Model, tokenizer: Any, config: BatchConfig | None, fields: dict[str, Any]) -> None:
         self._model, self._given = model, (tokenizer, config, fields)
-        self._blocks: list[Block[Any]] = []
+        self._blocks: list[Block] = []
         self._used = False
 
     def __call__(self, function: Any) -> Any:  # as a decorator: each call of the function runs in a block
@@ -108,7 +107,7 @@ class _With(ContextDecorator, AbstractContextManager[Model], Generic[Model]):
             warn_user(f"accelerated({kind}) does nothing by itself: write `with accelerated({kind}):` around the calls")
 
 
-def _block(given: Any, tokenizer: Any, config: BatchConfig) -> Block[Any]:
+def _block(given: Any, tokenizer: Any, config: BatchConfig) -> Block:
     pipelines = sys.modules.get("transformers.pipelines")  # not loaded: no pipeline; and importing it takes long
     if pipelines is not None and isinstance(given, pipelines.Pipeline):
         from .pipelines import PipelineBlock, changed_method
@@ -183,14 +182,14 @@ class _EndTogether:
         return [ends]
 
 
-class _ChecksAsGenerate(JobChecks):
+class _ChecksOfRows(ChecksAsGenerate):
     """Refuses calls whose results would differ from a batch of ``generate``, which runs all rows in step."""
 
     together: _EndTogether | None = None  # the latest call's
 
     def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
         self.together = None
-        job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
+        job = super().job(architecture, prompts, generation_config, *given)
         if job.rows is None:  # of generate_batch, which runs each request by itself
             return job
         if job.options and any(len(prompt.ids) < job.rows.shape[1] for prompt in job.prompts):
@@ -216,30 +215,14 @@ class _ChecksAsGenerate(JobChecks):
         model = without_own_defaults(self._model, generation_config[0])
         return resolve_each(model, generation_config, generate_kwargs, None, self._notices)
 
-    def _see_right_padding(self) -> None:
-        raise right_padding()
 
-    def _warn_of_greedy(self, *given: Any) -> None:
-        """Nothing: the caller writes for `generate`, whose names mean what they mean there."""
-
-
-class _AsGenerate(BatchGenerator):
-    _kind_of_checks = _ChecksAsGenerate
-    _logprobs_of_scores = True  # as generate_batch has them
-    _at_hand = False
-
-    def as_generate(self, named: dict[str, Any]) -> Any:
-        result = self.generate(progress=False, **named)
-        checks = self._checks
-        together = checks.together if isinstance(checks, _ChecksAsGenerate) else None
-        return result if together is None else together.cut(result)
-
-
-class ModelBlock(Block[_AsGenerate]):
+class ModelBlock(Block):
     """Serves ``generate`` and ``generate_batch`` of a model. ``pipe`` runs on the model, batch by batch."""
 
+    kind_of_checks = _ChecksOfRows
+
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig, pipe: Any = None) -> None:
-        super().__init__(_AsGenerate, model, tokenizer, config)
+        super().__init__(model, tokenizer, config)
         self._pipe = pipe
         self._notices = Notices()
         self._managers: list[Any] = []  # transformers' own, made within the block
@@ -257,26 +240,26 @@ class ModelBlock(Block[_AsGenerate]):
         try:
             refuse_no_cache(named)
         except UnsupportedOptionError:
-            self.forget_report()
+            self.leave_report(None)
             raise
 
-        def serve() -> Any:
-            assert self.generator is not None
+        def serve(generator: DoorGenerator) -> Any:
             self._refuse_beside_a_manager()
             if all(named.get(name) is None for name in ("inputs", "input_ids", "inputs_embeds")):
                 raise ValueError("there are no `input_ids`")
             refuse_other_meaning(named)
-            return self.generator.as_generate(named)
+            result = generator.generate(progress=False, **named)
+            together = generator.checks.together if isinstance(generator.checks, _ChecksOfRows) else None
+            return result if together is None else together.cut(result)
 
         return self.call(_GENERATE, serve, lambda: original(*args, **kwargs))
 
     def _generate_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         named = _named("generate_batch", self.model, args, kwargs)
 
-        def serve() -> Any:
-            assert self.generator is not None
+        def serve(generator: DoorGenerator) -> Any:
             self._refuse_beside_a_manager()
-            return generate_batch(self.generator, named, self._notices, self.work_had_begun)
+            return generate_batch(generator, named, self._notices, self.work_had_begun)
 
         return self.call(_BATCHING, serve, lambda: original(*args, **kwargs))
 

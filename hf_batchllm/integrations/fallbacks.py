@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import GenerationMixin
 
 from ..config import BatchConfig
+from ..engine.job import Job, JobChecks
 from ..errors import (
     BatchLLMError,
     GenerationInterrupted,
@@ -29,9 +30,10 @@ from ..errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from ..generator import BatchGenerator
+from ..generator import DoorGenerator
 from ..inputs.base_model import base_model
 from ..inputs.call_arguments import CallArguments
+from ..inputs.config_names import without_foreign_names
 from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
 from ..inputs.other_names import ALIASES, asks_for_nothing
@@ -43,7 +45,6 @@ from ..sampling import processor_chains, stop_rules
 from ..wording import a_kind
 
 Serve = Callable[..., Any]  # gets the original method first, and then what that would get
-Kind = TypeVar("Kind", bound=BatchGenerator)
 
 _REPORT = "last_report"
 _ABSENT: Any = object()
@@ -64,7 +65,7 @@ class Way(NamedTuple):
 class StandIn:
     """An entry in an object's ``__dict__``, which hides the method of its class. Blocks may be within blocks."""
 
-    def __init__(self, block: Block[Any], owner: Any, name: str, serve: Serve) -> None:
+    def __init__(self, block: Block, owner: Any, name: str, serve: Serve) -> None:
         self.block, self._owner, self._name, self._serve = block, owner, name, serve
         self._before: Any = vars(owner).get(name, _ABSENT)
         # Within another block: the original, as the outer stand-in would only refuse the same calls again.
@@ -74,10 +75,6 @@ class StandIn:
 
     def put_in_place(self) -> None:
         vars(self._owner)[self._name] = self
-
-    @property
-    def last_report(self) -> RunReport | None:
-        return self.block.last_report
 
     def __repr__(self) -> str:
         return f"<accelerated {self._name} of {type(self._owner).__name__}>"
@@ -113,12 +110,14 @@ class _Around:
 _AROUND: weakref.WeakKeyDictionary[Any, _Around] = weakref.WeakKeyDictionary()
 
 
-class Block(ABC, Generic[Kind]):
+class Block(ABC):
     """One block of ``accelerated``: its generator, and what it has put in the place of methods."""
 
-    def __init__(self, kind: type[Kind], model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
+    kind_of_checks: type[ChecksAsGenerate]
+
+    def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
         self.model = model
-        self.generator: Kind | None = None
+        self.generator: DoorGenerator | None = None
         self.refusal: UnsupportedModelError | None = None  # why no call can be served
         self.has_ended = False
         self.open_streams: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -127,7 +126,7 @@ class Block(ABC, Generic[Kind]):
         self._warned: set[tuple[Way, str]] = set()
         self._falling_back = threading.local()  # in a thread that runs an original, `now` is true
         try:
-            self.generator = kind(model, tokenizer, config)
+            self.generator = DoorGenerator(model, tokenizer, config, self.kind_of_checks)
             _refuse_custom_generate(model)
         except UnsupportedModelError as refusal:
             self.refusal = refusal
@@ -191,7 +190,7 @@ class Block(ABC, Generic[Kind]):
                 )
             yield
 
-    def call(self, way: Way, serve: Callable[[], Any], original: Callable[[], Any]) -> Any:
+    def call(self, way: Way, serve: Callable[[DoorGenerator], Any], original: Callable[[], Any]) -> Any:
         """What ``serve`` gives; what ``original`` gives where ``serve`` refuses the call before any work."""
         if self.generator is None:
             return self._fall_back(way, self.refusal, original)
@@ -201,7 +200,7 @@ class Block(ABC, Generic[Kind]):
             random_state = torch.get_rng_state()
             try:
                 if reason is None:
-                    return serve()
+                    return serve(self.generator)
             except GenerationInterrupted as interrupt:
                 interrupt.caller_has_generator = False
                 raise
@@ -210,7 +209,7 @@ class Block(ABC, Generic[Kind]):
                     raise
                 reason = error
             finally:
-                self.note_report()
+                self.leave_report(self.last_report)
             torch.set_rng_state(random_state)  # as if there had been no attempt
             return self._fall_back(way, reason, original)
 
@@ -222,15 +221,10 @@ class Block(ABC, Generic[Kind]):
             return False
         return report is not None
 
-    def forget_report(self) -> None:
-        """A call was refused, and the reports must not be those of the call before."""
-        if self.generator is not None:
-            self.generator.last_report = None
-        self.note_report()
-
-    def note_report(self) -> None:
+    def leave_report(self, report: RunReport | None) -> None:
+        """``report``: of the latest call; None where it was refused."""
         for holder in () if self.has_ended else self._holders:
-            vars(holder)[_REPORT] = self.last_report
+            vars(holder)[_REPORT] = report
 
     def warn(self, way: Way, reason: Exception | None) -> None:
         text = str(reason)
@@ -258,6 +252,19 @@ class Block(ABC, Generic[Kind]):
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
+
+
+class ChecksAsGenerate(JobChecks):
+    """The caller writes for ``generate``: names and padding mean what they mean there."""
+
+    def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
+        return super().job(architecture, prompts, without_foreign_names(generation_config), *given)
+
+    def _see_right_padding(self) -> None:
+        raise right_padding()
+
+    def _warn_of_greedy(self, *given: Any) -> None:
+        """Nothing."""
 
 
 def refuse_other_meaning(given: dict[str, Any]) -> None:

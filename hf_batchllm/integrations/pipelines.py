@@ -17,19 +17,25 @@ from torch.utils.data import IterableDataset
 from transformers import ImageTextToTextPipeline, Pipeline, TextGenerationPipeline
 
 from ..config import BatchConfig
-from ..engine.job import Job, JobChecks
+from ..engine.job import Job
 from ..engine.unfinished import attach, note_of
 from ..errors import GeneratorBusyError, PromptError, UnsupportedModelError, UnsupportedOptionError
-from ..generator import BatchGenerator
+from ..generator import DoorGenerator
 from ..inputs.base_model import base_model
-from ..inputs.config_names import without_foreign_names
-from ..inputs.images.processed_images import ProcessedImages
 from ..inputs.option_table import TABLE
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompts import read_all
 from ..inputs.token_ids import BadPrompt
 from ..results.generations import Generation
-from .fallbacks import Block, StandIn, Way, refuse_other_meaning, refuse_what_sees_all_rows, right_padding
+from .fallbacks import (
+    Block,
+    ChecksAsGenerate,
+    StandIn,
+    Way,
+    refuse_other_meaning,
+    refuse_what_sees_all_rows,
+    right_padding,
+)
 from .remembered_images import with_remembered_images
 
 Parameters = dict[str, Any]
@@ -44,7 +50,6 @@ _WITH_PADDING = {
     **{"max_length": "max_new_tokens", "min_length": "min_new_tokens"},
     **dict.fromkeys(("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")),
 }
-_DONE: Any = object()
 
 
 def changed_method(pipe: Pipeline) -> str | None:
@@ -62,11 +67,11 @@ def changed_method(pipe: Pipeline) -> str | None:
     return None
 
 
-class _ChecksAsPipeline(JobChecks):
+class _ChecksOfPrompts(ChecksAsGenerate):
     """Refuses callables that a pipeline would call for one prompt after the other: they might keep state."""
 
     def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
-        job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
+        job = super().job(architecture, prompts, generation_config, *given)
         if job.sequences > 1:
             why = "a pipeline calls for one batch after the other: use BatchGenerator, which calls it for each row"
             refuse_what_sees_all_rows(job.options[0].arguments, why)
@@ -74,24 +79,15 @@ class _ChecksAsPipeline(JobChecks):
                 raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is a function that {why}")
         return job
 
-    def _warn_of_greedy(self, *given: Any) -> None:
-        """Nothing: the caller writes for `generate`, whose names mean what they mean there."""
 
-
-class _AsPipeline(BatchGenerator):
-    _kind_of_checks = _ChecksAsPipeline
-    _at_hand = False
-
-    def processed_images(self) -> ProcessedImages:
-        return self._checks.processed_images()
-
-
-class PipelineBlock(Block[_AsPipeline]):
+class PipelineBlock(Block):
     """Serves the two methods that every call of a pipeline goes through."""
 
+    kind_of_checks = _ChecksOfPrompts
+
     def __init__(self, pipe: Pipeline, tokenizer: Any, config: BatchConfig) -> None:
+        super().__init__(pipe.model, tokenizer, config)
         self._pipe = pipe
-        super().__init__(_AsPipeline, pipe.model, tokenizer, config)
 
     def begin(self) -> None:
         self.replace(self._pipe, get_iterator=self._iterator, run_single=self._single)
@@ -119,7 +115,7 @@ class PipelineBlock(Block[_AsPipeline]):
             return
         given = _read(inputs)
 
-        def begun(call: _Call, generator: _AsPipeline) -> Iterator[Any]:
+        def begun(call: _Call, generator: DoorGenerator) -> Iterator[Any]:
             stream: Any = generator.stream(call.prompts, **call.options)
             self.open_streams.add(stream)
             results = call.in_order(stream)
@@ -131,31 +127,36 @@ class PipelineBlock(Block[_AsPipeline]):
                 with self.turn():  # for each result: the reader may call the pipeline in between
                     if self.has_ended:
                         raise GeneratorBusyError(_TOO_LATE)
-                    result = next(results, _DONE)
-                if result is _DONE:
-                    return
+                    try:
+                        result = next(results)
+                    except StopIteration:
+                        return
                 yield result
         finally:
             del results  # ends the engine's call where results are left
-            self.note_report()
+            self.leave_report(self.last_report)
 
     def _served(
         self,
         inputs: list[Any],
         parameters: tuple[Parameters, ...],
-        serve: Callable[[_Call, _AsPipeline], Any],
+        serve: Callable[[_Call, DoorGenerator], Any],
         original: Callable[[], Any],
         batched: bool = False,
     ) -> Any:
         """``batched``: the original would pad inputs to run several together."""
-        reason, generator, call = self.refusal or self._changed(), self.generator, None
-        if reason is None and generator is not None:  # errors of `preprocess` are the pipeline's own
-            call = _Call(self._pipe, generator, inputs, *parameters)
+        reason, call = self.refusal or self._changed(), None
+        if reason is None and self.generator is not None:
+            try:
+                call = _Call(self._pipe, self.generator, inputs, *parameters)
+            except BaseException:  # of the pipeline's own `preprocess`
+                self.leave_report(None)
+                raise
 
-        def attempt() -> Any:
+        def attempt(generator: DoorGenerator) -> Any:
             if reason is not None:
                 raise reason
-            assert call is not None and generator is not None
+            assert call is not None
             call.refuse(batched and len(inputs) > 1)
             return serve(call, generator)
 
@@ -203,7 +204,7 @@ class _Call:
     def __init__(
         self,
         pipe: Pipeline,
-        generator: _AsPipeline,
+        generator: DoorGenerator,
         inputs: Sequence[Any],
         preprocess: Parameters,
         forward: Parameters,
@@ -219,7 +220,7 @@ class _Call:
         self._rows: list[int] = []  # [inputs]
         self._padded = self._padded_right = False
         self._problems: dict[int, str] = {}
-        self._processed, encoder = generator.processed_images(), with_remembered_images(pipe)
+        self._processed, encoder = generator.checks.processed_images(), with_remembered_images(pipe)
         for given in inputs:
             self._take(dict(encoder.preprocess(given, **preprocess)))
         del self._processed  # it holds pixels
@@ -288,7 +289,7 @@ class _Call:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def results(self, generator: _AsPipeline) -> list[Any]:
+    def results(self, generator: DoorGenerator) -> list[Any]:
         """The pipeline's result for each input."""
         result = generator.generate(self.prompts, **self.options)
         try:

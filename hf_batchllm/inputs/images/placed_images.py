@@ -25,7 +25,7 @@ class PlacedImages:
         self._places: dict[tuple[bytes, int, bytes], PromptPlaces] = {}  # of prompts that differ in words alone
 
     def of(self, ids: Sequence[int] | np.ndarray, shown: tuple[Image, ...]) -> PromptImages:
-        """``shown``: one at least, in the order in which they stand. As many of the ids are placeholders as they take."""
+        """``shown``: one at least, in the order in which they stand. The ids have as many placeholders as they take."""
         keys = np.array(ids, dtype=np.int32)
         at = np.flatnonzero(keys == self._model.placeholder)
         if self._model.has_places and _touch(at, shown):
