@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES, random_prompts
+from support_fingerprint import fingerprint
+from support_image_text_families import FUSED_IMAGE_TEXT, IMAGE_TEXT
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -36,6 +38,15 @@ FUSED_FAMILIES = [
     *("ministral", "cwm", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
     *("qwen3_5", "seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "ministral3", "gemma4", "youtu"),
     *WITH_EXPERTS,
+]
+FAMILIES_OF_EXPERTS = [
+    *("mixtral", "phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa", "qwen2_moe", "qwen3_moe", "olmoe"),
+    *("flex_olmo", "ernie4_5_moe", "glm4_moe", "minimax_m2", "afmoe", "dots1", "exaone_moe", "cohere2_moe", "laguna"),
+    *("kolibri1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "mimo_v2_flash", "flint", "gemma4_moe"),
+]
+WITH_GATED_NORMS = [
+    *("mamba2", "bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid", "olmo_hybrid"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
 ]
 FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm
 
@@ -76,10 +87,32 @@ TWINS = FusedKernels(
 )
 
 
+class Fusing(list[int]):
+    """How many forwards each step had put in place."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def assert_nothing_changes(
+        self,
+        model: Any,
+        prompts: list[list[int]] | None = None,
+        dtype: torch.dtype = torch.float32,
+        near: bool = False,
+        exact: bool | None = None,
+    ) -> list[torch.Tensor]:
+        """Each step's logits are those of the model's own layers, which it returns."""
+        before = len(self)
+        own = logits_of_steps(self._monkeypatch, model, prompts, fuse=False)
+        assert len(self) == before
+        assert_same_logits(logits_of_steps(self._monkeypatch, model, prompts), own, dtype, near, exact)
+        return own
+
+
 @pytest.fixture
-def fusing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Calls fuse on a CPU, with the kernels' twins. Gives how many forwards each step had put in place."""
-    steps: list[int] = []
+def fusing(monkeypatch: pytest.MonkeyPatch) -> Fusing:
+    """Calls fuse on a CPU, with the kernels' twins."""
+    steps = Fusing(monkeypatch)
     put = FusedLayers._put_in_place
 
     def noted_put(self: FusedLayers) -> None:
@@ -110,7 +143,13 @@ class Adapter(nn.Module):
 
 def new_model(family: str = "llama") -> Any:
     """One that a test may change."""
-    return FAMILIES[family]()
+    return (IMAGE_TEXT if family in FUSED_IMAGE_TEXT else FAMILIES)[family]()
+
+
+def without_addresses(model: Any) -> Any:
+    """All that is to be seen of a model but where its weights lie: merged ones lie elsewhere."""
+    modules, tensors, *rest = fingerprint(model)
+    return modules, {name: (each[0], *each[2:]) for name, each in tensors.items()}, *rest
 
 
 def some_prompts(count: int = 8, kind: str = "nested", seed: int = 4) -> list[list[int]]:
@@ -141,9 +180,15 @@ def logits_of_steps(
 
 
 def assert_same_logits(
-    ours: list[torch.Tensor], theirs: list[torch.Tensor], dtype: torch.dtype, near: bool = False
+    ours: list[torch.Tensor],
+    theirs: list[torch.Tensor],
+    dtype: torch.dtype,
+    near: bool = False,
+    exact: bool | None = None,
 ) -> None:
     """Bit for bit where this CPU multiplies a merged matrix as it does its parts, or else as near as that allows.
+
+    ``exact``: whether bit for bit, where no matrix is merged.
 
     ``near``: never bit for bit. Experts multiply other rows together than the model's own code does, and add up in an
     order of their own; the projections of a mixer are few rows, which a CPU multiplies otherwise by themselves.
@@ -153,7 +198,7 @@ def assert_same_logits(
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 48, generator=generator).to(dtype) for rows in (160, 37))
     apart = torch.cat([x @ part.t() for part in weight.split([96, 32, 32])], dim=1)
-    exact = not near and torch.equal(x @ weight.t(), apart)
+    exact = not near and torch.equal(x @ weight.t(), apart) if exact is None else exact
     assert len(ours) == len(theirs)
     for our, their in zip(ours, theirs, strict=True):
         if exact or not their.numel():  # a step that ends no prompt

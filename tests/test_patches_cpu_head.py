@@ -23,66 +23,56 @@ def a_head(**options: Any) -> nn.Linear:
     return nn.Linear(24, VOCABULARY, **{"bias": False, **options})
 
 
-@pytest.mark.parametrize("rows", [1, 11, 12, 64, 65, 512, 513])
-def test_the_logits_are_those_of_the_plain_head(rows: int) -> None:
-    head = a_head()
-    hidden = torch.randn(1, rows, 24)
-    with torch.no_grad():
-        plain = head(hidden)
-        with HeadSwap(head).applied():
-            assert "forward" in vars(head)
-            ours = head(hidden)
-    assert ours.shape == plain.shape
+def states(rows: int = 16) -> torch.Tensor:
+    return torch.randn(1, rows, 24)
+
+
+def assert_near(ours: torch.Tensor, plain: torch.Tensor) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
-    assert "forward" not in vars(head)
 
 
-def test_fewer_rows_after_more_are_not_those_of_before() -> None:
-    head = a_head()
-    swap = HeadSwap(head)
-    for rows in (40, 13, 60, 20):
-        hidden = torch.randn(1, rows, 24)
-        with torch.no_grad(), swap.applied():
-            torch.testing.assert_close(head(hidden), nn.functional.linear(hidden, head.weight), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("rows", [1, 11, 12, 64, 65, 512, 513, (40, 13, 60, 20)], ids=str)
+@torch.no_grad()
+def test_the_logits_are_those_of_the_plain_head(rows: int | tuple[int, ...]) -> None:
+    """Fewer rows after more are not those of before."""
+    swap = HeadSwap(head := a_head())
+    for count in (rows,) if isinstance(rows, int) else rows:
+        plain = head(hidden := states(count))
+        with swap.applied():
+            assert "forward" in vars(head)
+            assert_near(head(hidden), plain)
+        assert "forward" not in vars(head)
 
 
+@torch.no_grad()
 def test_hooks_of_the_head_run_as_ever() -> None:
-    head = a_head()
-    hidden, seen = torch.randn(1, 16, 24), []
+    head, hidden, seen = a_head(), states(), []
     head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    with torch.no_grad():
-        plain = head(hidden)
-        with HeadSwap(head).applied():
-            torch.testing.assert_close(head(hidden), plain, rtol=1e-5, atol=1e-6)
+    plain = head(hidden)
+    with HeadSwap(head).applied():
+        assert_near(head(hidden), plain)
     assert seen == [(1, 16, VOCABULARY)] * 2
 
 
+@torch.no_grad()
 def test_what_somebody_keeps_is_never_written_to_again() -> None:
-    head = a_head()
-    kept: list[torch.Tensor] = []
-    hidden = [torch.randn(1, 16, 24) for _ in range(3)]
-    swap = HeadSwap(head)
-    with torch.no_grad():
-        for states in hidden:
-            with swap.applied():
-                kept.append(head(states)[0][:, 5:])
-        kept = [
-            torch.cat([states[0] @ head.weight[:5].t(), view], -1)[None]
-            for states, view in zip(hidden, kept, strict=True)
-        ]
-        for states, output in zip(hidden, kept, strict=True):
-            torch.testing.assert_close(output, nn.functional.linear(states, head.weight), rtol=1e-5, atol=1e-6)
+    head, kept = a_head(), []
+    swap, hidden = HeadSwap(head), [states() for _ in range(3)]
+    for each in hidden:
+        with swap.applied():
+            kept.append(head(each)[0][:, 5:])
+    for each, view in zip(hidden, kept, strict=True):
+        assert_near(view, nn.functional.linear(each[0], head.weight)[:, 5:])
 
 
+@torch.no_grad()
 def test_what_nobody_keeps_is_used_again() -> None:
-    head = a_head()
+    head, places = a_head(), set()
     swap = HeadSwap(head)
-    places = set()
-    with torch.no_grad():
-        for inference in (True, False, True, False):
-            with swap.applied(), torch.inference_mode(inference):
-                places.add(head(torch.randn(1, 16, 24)).data_ptr())
+    for inference in (True, False, True, False):
+        with swap.applied(), torch.inference_mode(inference):
+            places.add(head(states()).data_ptr())
     assert len(places) == 1
 
 
@@ -103,19 +93,15 @@ def test_other_heads_are_left_alone(head: nn.Module | None) -> None:
         assert head is None or "forward" not in vars(head)
 
 
-def test_a_forward_of_the_users_own_is_left_alone() -> None:
-    head = a_head()
-    head.forward = own = lambda hidden: hidden  # type: ignore[method-assign, assignment]
-    with HeadSwap(head).applied():
-        assert head.forward is own
-    assert head.forward is own
-
-
-def test_an_exception_leaves_nothing_behind() -> None:
+def test_a_forward_of_the_users_own_and_an_exception_leave_nothing_behind() -> None:
     head = a_head()
     with pytest.raises(RuntimeError), HeadSwap(head).applied():
         head(torch.zeros(1, 16, 7))
     assert "forward" not in vars(head)
+    head.forward = own = lambda hidden: hidden  # type: ignore[method-assign, assignment]
+    with HeadSwap(head).applied():
+        assert head.forward is own
+    assert head.forward is own
 
 
 def test_the_engine_uses_it_and_the_tokens_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

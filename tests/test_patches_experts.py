@@ -8,26 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from support_families import build, family_params
-from support_fused import TWINS, WITH_EXPERTS, run, some_prompts
-from support_fused import fusing as fusing  # a fixture
-from support_image_text_families import IMAGE_TEXT
+from support_families import family_params
+from support_fused import FAMILIES_OF_EXPERTS, TWINS, new_model
 from support_kernels import INTERPRETED
-from support_parity import assert_parity
-from support_untouched import fingerprint
 
-from hf_batchllm.patches.fusable_experts import Experts, mixtures
+from hf_batchllm.patches.fusable_experts import mixtures
 from hf_batchllm.patches.fused_experts import Handed, experts_forward, router_forward
 from hf_batchllm.patches.fusion import Fusion
 from hf_batchllm.patches.routers import ROUTERS, Router
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-FAMILIES_OF_EXPERTS = [
-    *("mixtral", "phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa", "qwen2_moe", "qwen3_moe", "olmoe"),
-    *("flex_olmo", "ernie4_5_moe", "glm4_moe", "minimax_m2", "afmoe", "dots1", "exaone_moe", "cohere2_moe", "laguna"),
-    *("kolibri1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "mimo_v2_flash", "flint", "gemma4_moe"),
-]
 WITHOUT_A_ROW = ["phimoe"]  # chooses one expert after the other, each from what the last one has left
 WITH_A_BIAS_OF_THE_CALLER = ("afmoe", "minimax_m2")
 HIDDEN, EXPERTS = 24, 8
@@ -138,15 +129,10 @@ def test_ties(known: Router) -> None:
     assert rows is not None and rows.counts.sum() == indices.numel()
 
 
-def new_mixtures(family: str) -> list[Experts]:
-    model = IMAGE_TEXT[family]() if family in IMAGE_TEXT else build(family)
-    return list(mixtures(model))
-
-
 @pytest.mark.parametrize("family", [*family_params(FAMILIES_OF_EXPERTS), "qwen3_vl_moe"])
 def test_experts(family: str) -> None:
     """One token, so that most experts are met by nobody; many; and all tokens at the same expert."""
-    found = new_mixtures(family)
+    found = list(mixtures(new_model(family)))
     assert found and all(each.why_not is None for each in found)
     assert all(bool(each.routers) == (family not in WITHOUT_A_ROW) for each in found)
     experts = found[0].module
@@ -159,33 +145,6 @@ def test_experts(family: str) -> None:
         with torch.no_grad():
             want, got = experts(states, indices, shares), ours(states, indices, shares)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-6 * float(want.abs().max()))
-
-
-PROMPTS, NEW_TOKENS = some_prompts(7, "mixed"), 4
-
-
-def without_addresses(model: Any) -> Any:
-    """Merged weights lie elsewhere."""
-    modules, tensors, *rest = fingerprint(model)
-    return modules, {name: (each[0], *each[2:]) for name, each in tensors.items()}, rest
-
-
-# The rest are run with their fused layers, in ``test_patches_fused.py``.
-WITHOUT_FUSED_LAYERS = [name for name in FAMILIES_OF_EXPERTS if name not in WITH_EXPERTS]
-
-
-@pytest.mark.some_cases
-@pytest.mark.parametrize("family", family_params(WITHOUT_FUSED_LAYERS))
-def test_tokens(family: str, fusing: list[int]) -> None:
-    """Through the engine; and nothing is left in the model."""
-    model = build(family)
-    before = without_addresses(model)
-    result = run(model, PROMPTS, NEW_TOKENS, max_batch_tokens=40)
-    assert_parity(family, PROMPTS, result, NEW_TOKENS)
-    count = len(list(mixtures(model)))
-    assert str(result.report.fused).startswith(f"the experts of {count} of {count} layers")
-    assert min(fusing) >= count
-    assert without_addresses(model) == before
 
 
 def test_a_router_that_is_set_up_otherwise_meanwhile() -> None:
@@ -201,6 +160,6 @@ def test_a_router_that_is_set_up_otherwise_meanwhile() -> None:
 
 
 def test_experts_of_a_model_of_images_are_found() -> None:
-    fusion = Fusion(IMAGE_TEXT["qwen3_vl_moe"]())
+    fusion = Fusion(new_model("qwen3_vl_moe"))
     fusion.look()
     assert "2 of 2 layers" in fusion.summary

@@ -10,27 +10,31 @@ import pytest
 import torch
 from support_attention_twins import twins as twins
 from support_cases import up_to
-from support_families import CARRYING, build, family_params
+from support_families import CARRYING, build, family_params, reference_generate
 from support_fused import (
+    FAMILIES_OF_EXPERTS,
     FORWARDS,
     FUSED_FAMILIES,
     TWINS,
     WITH_EXPERTS,
+    WITH_GATED_NORMS,
+    Fusing,
     OwnLayer,
     a_layer,
     as_class,
     assert_same_logits,
     forwards_of,
-    logits_of_steps,
     new_model,
     own_forward,
     reasons,
     run,
     said_of,
     some_prompts,
+    without_addresses,
     wrap,
 )
 from support_fused import fusing as fusing  # a fixture
+from support_image_text_families import FUSED_IMAGE_TEXT
 from support_interrupts import Stop, interrupted_or_whole
 from support_kernels import INTERPRETED
 from support_parity import assert_parity
@@ -39,17 +43,25 @@ from support_untouched import fingerprint
 from torch import nn
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.patches.fusable_experts import mixtures
 from hf_batchllm.patches.fusion import Fusion
+from hf_batchllm.patches.gated_norms import gated_norms
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 NEW_TOKENS = 6
 PROMPTS = some_prompts(14, "mixed")
 
 
+def with_one(family: Any, *more: Any) -> Any:
+    """A case of a family that this transformers may lack."""
+    name, marks = (family, ()) if isinstance(family, str) else (*family.values, family.marks)
+    return pytest.param(name, *more, marks=marks, id="-".join([name, *map(str, more)]))
+
+
 @pytest.mark.parametrize("family", family_params(FUSED_FAMILIES))
 class TestEveryFamily:
     @pytest.mark.some_cases
-    def test_tokens_over_plain_attention(self, family: str, fusing: list[int], watched: list[Any]) -> None:
+    def test_tokens_over_plain_attention(self, family: str, fusing: Fusing, watched: list[Any]) -> None:
         result = run(build(family), PROMPTS, NEW_TOKENS, max_batch_tokens=40)
         assert_parity(family, PROMPTS, result, NEW_TOKENS)
         assert set(fusing) == {forwards_of(family)}
@@ -58,47 +70,78 @@ class TestEveryFamily:
 
     @pytest.mark.some_cases
     def test_tokens_over_the_kernels(
-        self, family: str, fusing: list[int], watched: list[Any], twins: dict[str, Any]
+        self, family: str, fusing: Fusing, watched: list[Any], twins: dict[str, Any]
     ) -> None:
         result = run(build(family), PROMPTS, NEW_TOKENS)
         assert_parity(family, PROMPTS, result, NEW_TOKENS)
         assert set(fusing) == {forwards_of(family)} and twins["lists"]
 
-    @pytest.mark.some_cases
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_bits(self, family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        model = new_model(family).to(dtype)
-        own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
-        assert not fusing
-        near = family in WITH_EXPERTS or family in CARRYING
-        assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, dtype, near)
-        assert set(fusing) == {forwards_of(family)}
+
+# Parts of a model by which it is known here that they are fused. All else of these families is as ever.
+PARTS = {
+    "experts": [family for family in FAMILIES_OF_EXPERTS if family not in WITH_EXPERTS],
+    "norms of mixers": [family for family in WITH_GATED_NORMS if family not in ("qwen3_5", "qwen3_5_moe")],
+    "layers beside a tower": FUSED_IMAGE_TEXT,
+}
 
 
-@pytest.mark.some_cases
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", family_params(WITH_EXPERTS))
-def test_bits_of_all_but_the_experts(
-    family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hf_batchllm.patches.fusion.mixtures", lambda model: [])
+def in_each(part: str) -> list[Any]:
+    return PARTS[part] if PARTS[part] is FUSED_IMAGE_TEXT else family_params(PARTS[part])
+
+
+@pytest.mark.some_cases("part")
+@pytest.mark.parametrize(("family", "part"), [with_one(each, part) for part in PARTS for each in in_each(part)])
+def test_tokens_where_a_part_is_fused(family: str, part: str, fusing: Fusing, watched: list[Any]) -> None:
+    """Models that read images are given text alone. Nothing is left in a model."""
+    model: Any = new_model(family) if part == "layers beside a tower" else build(family)
+    before, prompts = without_addresses(model), PROMPTS[:12]
+    result = run(model, prompts, 5, max_batch_tokens=40)
+    assert without_addresses(model) == before
+    fused, count = str(result.report.fused), len(list(mixtures(model)))
+    if part == "layers beside a tower":
+        of_each = 4 if count else 3  # two layers; and the last norm
+        assert set(fusing) == {2 * of_each + 1}
+        assert fused.startswith("2 of 2 layers") and "left as" not in fused
+        assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=5) for prompt in prompts]
+    else:
+        assert_parity(family, prompts, result, 5)
+        assert min(fusing) >= (count if part == "experts" else len(list(gated_norms(model))))
+        assert part != "experts" or fused.startswith(f"the experts of {count} of {count} layers")
+
+
+FLOATS = (torch.float32, torch.bfloat16)
+# What is fused, in which families and types.
+BITS: list[tuple[str, list[Any], tuple[torch.dtype, ...]]] = [
+    ("everything", family_params(FUSED_FAMILIES), FLOATS),
+    ("everything", family_params(["llama", "gemma3", "cohere2"]), (torch.float16,)),
+    ("all but experts", [*family_params(WITH_EXPERTS), *FUSED_IMAGE_TEXT], FLOATS),
+    ("norms of mixers", in_each("norms of mixers"), FLOATS),
+]
+# Experts add up in another order; and layers are beside the point.
+LEFT_OUT = {"everything": [], "all but experts": ["mixtures"], "norms of mixers": ["mixtures", "stacks"]}
+
+
+@pytest.mark.some_cases("what")
+@pytest.mark.parametrize(
+    ("family", "what", "dtype"),
+    [with_one(each, what, dtype) for what, families, dtypes in BITS for each in families for dtype in dtypes],
+)
+def test_bits(family: str, what: str, dtype: torch.dtype, fusing: Fusing, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LEFT_OUT[what]:
+        monkeypatch.setattr(f"hf_batchllm.patches.fusion.{name}", lambda model: [])
     model = new_model(family).to(dtype)
-    own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
-    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, dtype, family in CARRYING)
-    assert fusing
-
-
-@pytest.mark.some_cases
-@pytest.mark.parametrize("family", family_params(["llama", "gemma3", "cohere2"]))
-def test_bits_of_half_precision(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = new_model(family).half()
-    own = logits_of_steps(monkeypatch, model, fuse=False)
-    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float16)
-    assert set(fusing) == {forwards_of(family)}
+    prompts = None if dtype == torch.float16 else some_prompts(4)
+    if what == "norms of mixers":
+        fusing.assert_nothing_changes(model, prompts, exact=True)
+        assert set(fusing) == {len(list(gated_norms(model)))}
+        return
+    near = family in CARRYING or (family in WITH_EXPERTS and what == "everything")
+    fusing.assert_nothing_changes(model, prompts, dtype, near)
+    assert set(fusing) == {forwards_of(family)} if what == "everything" else fusing
 
 
 @pytest.mark.parametrize("family", family_params(["starcoder2", "gpt2"]))
-def test_other_families_run_as_ever_and_that_is_said(family: str, fusing: list[int]) -> None:
+def test_other_families_run_as_ever_and_that_is_said(family: str, fusing: Fusing) -> None:
     result = run(build(family), PROMPTS[:6], NEW_TOKENS)
     assert_parity(family, PROMPTS[:6], result, NEW_TOKENS)
     name = type(build(family)).__name__
@@ -117,7 +160,7 @@ WATCHED = ["llama", "olmo2", "cohere2", "gpt_oss", "gemma4", "gemma4_moe", "glm4
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("family", WATCHED)
-def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> None:
+def test_watchers_see_what_they_always_saw(family: str, fusing: Fusing) -> None:
     """Of modules that are called: the same tensors in, the same out, the same keywords."""
     seen: dict[bool, list[Any]] = {}
     for fuse in (False, True):
@@ -127,12 +170,8 @@ def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> No
             output = output[0] if isinstance(output, tuple) else output
             notes.append((type(module).__name__, len(args), sorted(kwargs), output.clone()))
 
-        for module in (
-            a_layer(model).self_attn,
-            a_layer(model).mlp,
-            a_layer(model).self_attn.o_proj,
-            a_layer(model),
-        ):
+        layer = a_layer(model)
+        for module in (layer.self_attn, layer.mlp, layer.self_attn.o_proj, layer):
             module.register_forward_hook(note, with_kwargs=True)
         run(model, fuse=fuse)
         seen[fuse] = notes
@@ -142,7 +181,7 @@ def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "cohere2"])
-def test_what_others_may_have_kept_is_never_written_to(family: str, fusing: list[int]) -> None:
+def test_what_others_may_have_kept_is_never_written_to(family: str, fusing: Fusing) -> None:
     """What modules that are called gave, and what they got."""
     model, kept = new_model(family), []
 
@@ -158,7 +197,7 @@ def test_what_others_may_have_kept_is_never_written_to(family: str, fusing: list
     assert kept and all(torch.equal(output, copy) for output, copy in kept)
 
 
-def test_hooks_by_which_transformers_collects_hidden_states_are_none(fusing: list[int]) -> None:
+def test_hooks_by_which_transformers_collects_hidden_states_are_none(fusing: Fusing) -> None:
     model = new_model()
     states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True, output_attentions=True).hidden_states
     assert len(states) == 4 and any(layer._forward_hooks for layer in model.model.layers)
@@ -171,16 +210,15 @@ def test_hooks_by_which_transformers_collects_hidden_states_are_none(fusing: lis
     assert "norms of 3 of 3 layers: the model's config asks for hidden states or attentions" in reasons(model)
 
 
-def test_under_autocast_nothing_is_fused(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_nothing_is_fused(fusing: Fusing) -> None:
     model = new_model()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        own = logits_of_steps(monkeypatch, model, fuse=False)
-        fused = logits_of_steps(monkeypatch, model)
+        fusing.assert_nothing_changes(model, exact=True)
         assert run(model).report.fused == "nothing: autocast is on"
-    assert not fusing and all(torch.equal(one, other) for one, other in zip(own, fused, strict=True))
+    assert not fusing
 
 
-def test_hooks_on_all_modules_see_all_of_them(fusing: list[int]) -> None:
+def test_hooks_on_all_modules_see_all_of_them(fusing: Fusing) -> None:
     calls = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: calls.append(type(module).__name__))
     try:
@@ -192,7 +230,7 @@ def test_hooks_on_all_modules_see_all_of_them(fusing: list[int]) -> None:
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "granite"])
-def test_adapters_may_give_another_type(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_may_give_another_type(family: str, fusing: Fusing) -> None:
     """The norm then goes the long way."""
     model = new_model(family)
     for layer in model.model.layers:
@@ -200,8 +238,7 @@ def test_adapters_may_give_another_type(family: str, fusing: list[int], monkeypa
         layer.self_attn.register_forward_pre_hook(_states_in_float32, with_kwargs=True)
         layer.mlp.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
-    own = logits_of_steps(monkeypatch, model, fuse=False)
-    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+    fusing.assert_nothing_changes(model)
     assert set(fusing) == {FORWARDS}
 
 
@@ -210,7 +247,7 @@ def _states_in_float32(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_training_with_checkpoints_goes_on(reentrant: bool, fusing: list[int]) -> None:
+def test_training_with_checkpoints_goes_on(reentrant: bool, fusing: Fusing) -> None:
     model = new_model().train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     expected = run(new_model()).token_ids
@@ -229,7 +266,7 @@ def test_training_with_checkpoints_goes_on(reentrant: bool, fusing: list[int]) -
 # -- lifecycle -------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_in_a_step_leaves_nothing_behind(fusing: list[int]) -> None:
+def test_an_exception_in_a_step_leaves_nothing_behind(fusing: Fusing) -> None:
     model = new_model()
     with BatchGenerator(model, page_size=16) as generator:
         generator.generate(some_prompts(), max_new_tokens=4, progress=False)
@@ -242,7 +279,7 @@ def test_an_exception_in_a_step_leaves_nothing_behind(fusing: list[int]) -> None
         assert_parity("llama", some_prompts(), generator.generate(some_prompts(), max_new_tokens=4), 4)
 
 
-def test_interrupts_at_any_line(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_at_any_line(fusing: Fusing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support_interrupts.GIVEN", some_prompts())
     model = new_model()
     files = ("contextlib.py", "runner.py", "fusion.py", "fused_forwards.py", "merged_weights.py", "fusable_parts.py")
@@ -275,7 +312,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_while_a_stream_is_open(change: str, fusing: list[int]) -> None:
+def test_changes_while_a_stream_is_open(change: str, fusing: Fusing) -> None:
     """What comes after is computed as it would be without fusing."""
     tokens = {}
     for fuse in (False, True):
@@ -296,7 +333,7 @@ def test_something_between_two_layers_is_no_silent_error() -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_used_outside_a_step_it_refuses_as_ever(fusing: list[int]) -> None:
+def test_used_outside_a_step_it_refuses_as_ever(fusing: Fusing) -> None:
     model = new_model()
     with Fusion(model).merge(TWINS).applied():
         model.config._attn_implementation = "hf_batchllm"

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from support_families import family_params
-from support_fused import FUSED_FAMILIES, TWINS, forwards_of, new_model, some_prompts
+from support_fused import FUSED_FAMILIES, TWINS, forwards_of, new_model, some_prompts, without_addresses
 from support_fused import fusing as fusing  # a fixture
-from support_image_text_families import FUSED_IMAGE_TEXT, IMAGE_TEXT
+from support_image_text_families import FUSED_IMAGE_TEXT
 from support_interrupts import Stop
 from support_kernels import INTERPRETED
-from support_untouched import fingerprint
 from transformers import AutoModelForCausalLM
 
 from hf_batchllm import BatchGenerator
@@ -45,14 +44,11 @@ def an_owners(family: str) -> Any:
 
 def seen(model: Any) -> tuple[Any, ...]:
     """All that is to be seen of a model but the addresses of its weights."""
-    modules, tensors, *rest = fingerprint(model)
     looks = {
         name: (each.shape, each.stride(), each.dtype, each.storage_offset(), each.untyped_storage().nbytes(), each.grad)
         for name, each in model.named_parameters()
     }
-    without_address = {name: (each[0], *each[2:]) for name, each in tensors.items()}
-    keys = [(name, type(value)) for name, value in model.state_dict().items()]
-    return modules, without_address, looks, keys, *rest
+    return *without_addresses(model), looks, [(name, type(value)) for name, value in model.state_dict().items()]
 
 
 def values(model: Any) -> dict[str, torch.Tensor]:
@@ -85,9 +81,8 @@ def mlp_of(layer: Any) -> Any:
 
 
 def test_there_is_a_model_for_each_row() -> None:
-    models = [new_model(name) for name in ROWS] + [IMAGE_TEXT[name]() for name in FUSED_IMAGE_TEXT]
-    found = [next(iter(stacks(model))).family for model in models]
-    assert set(found) == set(fused_families.FAMILIES)
+    found = {next(iter(stacks(new_model(name)))).family for name in [*ROWS, *FUSED_IMAGE_TEXT]}
+    assert found == set(fused_families.FAMILIES)
 
 
 class TestEveryRow:
