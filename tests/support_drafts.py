@@ -11,10 +11,10 @@ from support_device_loop import model_on
 from support_families import random_prompts
 
 from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm.engine.cost import StepSeconds
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.drafts import Drafts
-from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk
 from hf_batchllm.sampling.text_lookup import TextLookup

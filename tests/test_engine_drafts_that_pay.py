@@ -10,9 +10,9 @@ import pytest
 from support_device_loop import device as device  # a fixture
 from support_drafts import Clock, take_guesses
 
+from hf_batchllm.engine.cost import StepSeconds
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
-from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Step
 

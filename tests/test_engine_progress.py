@@ -15,8 +15,8 @@ from support_word_tokenizer import word_tokenizer
 from transformers.utils import logging
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, plan_prompts
-from hf_batchllm.engine.expected_time import StepCosts, cost_of_head, expected_tokens, longest_of
-from hf_batchllm.engine.progress import Progress, whole_run
+from hf_batchllm.engine.cost import StepCosts, cost_of_head
+from hf_batchllm.engine.progress import Progress, expected_tokens, longest_of, whole_run
 from hf_batchllm.inputs import preparing
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
@@ -235,7 +235,7 @@ def test_the_head_counts_where_it_is_large() -> None:
     model = build("llama")
     head = cost_of_head(model, model.config.vocab_size)
     assert 1 < head < 2 and cost_of_head(model, 3) == 1
-    assert StepCosts(head=2.0)._usual[2] == 2 * StepCosts()._usual[2]
+    assert StepCosts(head=2.0)._answer_token == 2 * StepCosts()._answer_token
 
 
 def test_answers_that_stop_early_are_expected_to_go_on_doing_so() -> None:

@@ -25,9 +25,9 @@ import common
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.bench.workload import words_of
+from hf_batchllm.engine.cost import StepSeconds
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
-from hf_batchllm.engine.drafts.step_seconds import StepSeconds
 from hf_batchllm.sampling.text_lookup import TextLookup
 
 PROMPTS, STRANGERS, ALONE, WAYS = 14, 10, 4, 4  # of a list

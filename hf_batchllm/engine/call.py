@@ -35,11 +35,11 @@ from .beams.loop import BeamEngine
 from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
+from .cost import StepCosts, cost_of_head
 from .device_loop.steps_as_graphs import StepsAsGraphs
 from .drafts.assistant import Assistant
 from .drafts.assistant_model import Assistants
 from .drafts.choose_drafts import open_assistant
-from .expected_time import StepCosts, cost_of_head, usual_rows
 from .invariance_trial import refuse_by_trial, try_wide_passes
 from .job import Job
 from .kv_memory import KVMemory
@@ -409,7 +409,7 @@ class Call:
             saving,
             wanted if self._ranks.leads else False,
             self._step_costs,
-            rows=usual_rows(len(self.answers), self.cache.num_pages, self.plan.pages_at_once),
+            rows=len(self.answers) * min(1.0, self.cache.num_pages / max(self.plan.pages_at_once, 1)),
             scores=None if counts is None else counts.scores,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from ..planning.call_plan import CallPlan
-from .expected_time import STEP_ON_CPU, STEP_ON_GPU
+from .cost import STEP_ON_CPU, STEP_ON_GPU
 from .kv_memory import KVMemory, Room
 
 

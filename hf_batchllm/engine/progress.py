@@ -5,18 +5,19 @@ It moves with every step, not only when a sequence finishes.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from ..inputs.preparing import bars_shown, open_bar
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.step import Step
-from .expected_time import StepCosts, expected_tokens, longest_of, steps_left
+from .cost import StepCosts
 
 _LONG = 32  # sequences: from here on a bar is shown unasked
 _FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
@@ -118,17 +119,15 @@ class Progress:
         self._waiting = len(requests)  # sequences that have no token yet
         self._unfinished = len(requests)
         self._running: dict[Request, None] = {}
-        self._beams_of: dict[int, int] = {}  # the answers of each prompt of a beam search that has not begun
-        for request in requests:
-            self._beams_of[request.index] = self._beams_of.get(request.index, 0) + 1
+        # The answers of each prompt of a beam search that has not begun.
+        self._beams_of = Counter(request.index for request in requests)
         # What steps are like.
-        self._rows = rows
+        self._rows = max(rows, 1.0)
         self._steps_with_prompts = self._run_of_prompts = 0
         # Of the latest time, older steps counting less.
         self._reading = 1.0  # the share of it that prompts took
         self._is_reading = True
         self._spent = self._tokens = 0.0  # seconds of the present phase, and its tokens
-        self._unshown = _Passed()
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class Progress:
                     self._running[request] = None
         # The first token of an answer comes with its prompt.
         rows = max(new_tokens - len(begun), 0)
-        self._costs.learn(step.times, run, rows, seconds)
+        of_prompts = self._costs.learn(step.times, run, rows, seconds)
         if run:
             self._steps_with_prompts += 1
             self._run_of_prompts += run
@@ -160,7 +159,7 @@ class Progress:
         self._read += read
         self._written += new_tokens
         self._unwritten -= new_tokens
-        self._unshown.add(seconds, step.times, run, rows, read, new_tokens)
+        self._note_phase(seconds, of_prompts if rows else 1.0, read, new_tokens)
         if now - self._shown_at >= self._bar.mininterval:
             self._show(now)
 
@@ -176,20 +175,15 @@ class Progress:
         if self._unfinished == 0:
             self._show(self._clock())
 
-    def _note_phase(self) -> None:
-        """Whether the latest time went into prompts or answers, and how fast that went."""
-        passed, self._unshown = self._unshown, _Passed()
-        if not passed.seconds:
-            return
-        of_prompts, all_of_it = self._costs(0, passed.run, 0), self._costs(passed.steps, passed.run, passed.rows)
-        share = 1.0 if not passed.rows else of_prompts / max(all_of_it, _LEAST_STEP)
-        self._reading += (share - self._reading) * min(1.0, passed.seconds / _RECENT)
+    def _note_phase(self, seconds: float, of_prompts: float, read: int, written: int) -> None:
+        """Whether the latest time went into prompts or answers, and how fast that went. of_prompts: of the seconds."""
+        self._reading += (of_prompts - self._reading) * min(1.0, seconds / _RECENT)
         reading = self._reading >= 0.5 and self._read < self._all_prompt_tokens
         if reading != self._is_reading:
             self._is_reading, self._spent, self._tokens = reading, 0.0, 0.0
-        keep = max(0.0, 1 - passed.seconds / _RATES_OVER)
-        self._spent = keep * self._spent + passed.seconds
-        self._tokens = keep * self._tokens + (passed.read if reading else passed.written)
+        keep = max(0.0, 1 - seconds / _RATES_OVER)
+        self._spent = keep * self._spent + seconds
+        self._tokens = keep * self._tokens + (read if reading else written)
 
     # -- what is expected ----------------------------------------------------------------------------------------
 
@@ -200,17 +194,16 @@ class Progress:
         chance = (self._stopped + 1) / (self._written + self._limit) if self._can_stop else 0.0
         unfinished = max(self._unfinished, 1)
         limit = max(self._unwritten / unfinished, 0.0)
-        longest = max(limit, float(self._limit if self._waiting > 0 else self._longest_running()))
+        of_running = (request.max_new_tokens - request.made for request in self._running)
+        longest = max(limit, self._limit if self._waiting > 0 else max(of_running, default=0))
         answers = unfinished * expected_tokens(limit, chance)
         longest = max(longest_of(unfinished, longest, chance), expected_tokens(limit, chance))
         if self._waiting > 0:  # first tokens come with the prompts
             answers, longest = max(answers - self._waiting, 0.0), longest - 1
+        # Prompts first and then the longest answer, or wave after wave where memory is short.
         a_step = self._run_of_prompts / max(self._steps_with_prompts, 1) or float(unread)
-        steps = steps_left(unread, longest, answers, a_step, min(self._rows, unfinished))
-        return self._costs(steps, unread, answers)
-
-    def _longest_running(self) -> int:
-        return max((request.max_new_tokens - request.made for request in self._running), default=0)
+        in_waves = answers / min(self._rows, unfinished)
+        return self._costs(max(unread / max(a_step, 1.0) + longest, in_waves), unread, answers)
 
     # -- what is shown -------------------------------------------------------------------------------------------
 
@@ -223,7 +216,6 @@ class Progress:
         if self._whole is not None:
             share, left = self._whole.place(share, left)
             passed_in_all = self._whole.clock() - self._whole.began
-        self._note_phase()
         clock = f"[{tqdm.format_interval(passed_in_all)}<{tqdm.format_interval(left)}]"
         self._bar.set_description_str(f"{clock} {self._phase()} · {self._done()}{self._saved}", refresh=False)
         self._bar.n = max(self._bar.n, min(share, 1.0))  # it does not go back where an estimate rises
@@ -244,26 +236,6 @@ class Progress:
         if whole is None:
             return f"{self._finished:,} / {self._results:,} done"
         return f"{whole.done:,} / {whole.records:,} done" + (f" ({whole.before:,} before)" if whole.before else "")
-
-
-@dataclass
-class _Passed:
-    """What has happened since the bar was drawn."""
-
-    seconds: float = 0.0
-    steps: int = 0
-    run: int = 0  # tokens of prompts, those computed again included
-    rows: int = 0  # tokens of answers that were run
-    read: int = 0
-    written: int = 0
-
-    def add(self, seconds: float, steps: int, run: int, rows: int, read: int, written: int) -> None:
-        self.seconds += seconds
-        self.steps += steps
-        self.run += run
-        self.rows += rows
-        self.read += read
-        self.written += written
 
 
 @contextmanager
@@ -299,3 +271,17 @@ def progress_bar(
             bar, requests, prompt_tokens, saving, costs() if shown else StepCosts(), rows=rows, scores=scores
         )
         bar.refresh()
+
+
+def expected_tokens(limit: float, chance: float) -> float:
+    """New tokens of an answer that may have ``limit`` more and ends with each of them by ``chance``."""
+    if chance <= 0:
+        return limit
+    return -math.expm1(limit * math.log1p(-min(chance, 0.999))) / chance
+
+
+def longest_of(answers: int, limit: float, chance: float) -> float:
+    """New tokens of the longest of so many such answers."""
+    if chance <= 0:
+        return limit
+    return min(limit, (math.log(max(answers, 1)) + 0.58) / chance)

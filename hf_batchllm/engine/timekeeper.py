@@ -7,7 +7,7 @@ nothing: on a GPU, a step's time is the moment at which its tokens arrived at th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -100,28 +100,22 @@ class Timekeeper:
         return Stretch(0.0, steps, prompt_tokens, decode_tokens, cache.requests, cache.num_pages - cache.free_pages)
 
     def collected(self, stretch: Stretch) -> None:
-        stretches = self._stretches
-        stretch = stretch._replace(end=self.seconds)
-        if stretches and stretch.end - self._begin_of_last(stretches) <= self._width:
+        self._add(self._stretches, stretch._replace(end=self.seconds))
+        if len(self._stretches) > _MOST_STRETCHES:
+            # Any two neighbours that remain are longer together than the new width, so few remain.
+            self._width = 4 * (self._stretches[-1].end - (self._first or 0.0)) / _MOST_STRETCHES
+            joined: list[Stretch] = []
+            for each in self._stretches:
+                self._add(joined, each)
+            self._stretches = joined
+
+    def _add(self, stretches: list[Stretch], stretch: Stretch) -> None:
+        """Joins it with the one before, if the two are short together."""
+        begin = stretches[-2].end if len(stretches) > 1 else self._first or 0.0
+        if stretches and stretch.end - begin <= self._width:
             stretches[-1] = stretches[-1].then(stretch)
-            return
-        stretches.append(stretch)
-        if len(stretches) > _MOST_STRETCHES:
-            self._join()
-
-    def _begin_of_last(self, stretches: Sequence[Stretch]) -> float:
-        return stretches[-2].end if len(stretches) > 1 else self._first or 0.0
-
-    def _join(self) -> None:
-        """Join short neighbours. Any two that remain are longer together than the new width, so few remain."""
-        self._width = 4 * (self._stretches[-1].end - (self._first or 0.0)) / _MOST_STRETCHES
-        joined: list[Stretch] = []
-        for stretch in self._stretches:
-            if joined and stretch.end - self._begin_of_last(joined) <= self._width:
-                joined[-1] = joined[-1].then(stretch)
-            else:
-                joined.append(stretch)
-        self._stretches = joined
+        else:
+            stretches.append(stretch)
 
     # -- afterwards --------------------------------------------------------------------------------------------
 

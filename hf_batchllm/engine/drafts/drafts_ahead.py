@@ -17,10 +17,10 @@ import numpy as np
 from ...planning.draft_room import DraftRoom
 from ...planning.requests_and_prefixes import Request
 from ...planning.step import Chunk, Step
+from ..cost import StepSeconds
 from ..device_loop.graph_sizes import DRAFT_SIZES, draft_size_of, size_of
 from .drafts import Drafts, draft_of, first_of
 from .kept_room import KeptRoom
-from .step_seconds import StepSeconds
 
 _LOOKED_AT = 16  # rows of a burst whose tokens are held against guesses
 _BURSTS = 3  # that must have been measured before

@@ -1,14 +1,89 @@
-"""How long steps of so many rows take a device, from those that were measured."""
+"""What steps take: rates that the progress bar asks, and the seconds of each size that drafts ask.
+
+Both are corrected by the steps that have run. Admission and the sizes of graphs ask neither: they must not depend on a
+clock.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+
+from torch import nn
+
+# What a step costs by itself, and what an answer token costs, each in prompt tokens: a guess until steps have shown it.
+# Reading the weights takes a GPU as long as computing some hundred tokens, and a CPU as long as a few dozen.
+STEP_ON_GPU, STEP_ON_CPU, _ANSWER_TOKEN = 300.0, 32.0, 1.5
+_MOST_FOR_HEAD = 4.0
+_MEMORY = 1 - 1 / 128  # what a step counts for after the next one: answers grow, and machines get busy
 
 _LATEST = 7  # measurements of as many rows of which the second fastest counts: often the host is late, and rarely early
 _FAR = 1.5  # times as many rows: two sizes that are nearer say little of others
 _ROWS_FOR_TWICE = 320  # a step of so many rows more takes twice as long, before that has been measured
 _STEEPEST = 4.0  # no more than so many times as much longer, whatever was measured
 _LEAST = 0.3  # of the time for a step that was measured, a step of fewer rows takes so much at least
+
+
+class StepCosts:
+    """The seconds of steps: usual costs times two rates, one for reading prompts and one for writing answers.
+
+    The steps that have run set the rates. What a step costs by itself counts as writing, in steps with prompts too.
+    ``head``: as ``cost_of_head`` has it.
+    """
+
+    def __init__(self, on_gpu: bool = False, head: float = 1.0) -> None:
+        self._step = head * (STEP_ON_GPU if on_gpu else STEP_ON_CPU)
+        self._answer_token = head * _ANSWER_TOKEN
+        self._reading, self._writing = _Rate(), _Rate()
+        self._steps = 0  # learnt from
+
+    def learn(self, steps: int, prompt_tokens: int, answer_tokens: int, seconds: float) -> float:
+        """Learns from steps that ran one after the other. Returns the share of their time that prompts took.
+
+        The rates so far, or the usual costs before there are any, say which part of the seconds is whose.
+        """
+        written = self._step * steps + self._answer_token * answer_tokens
+        reading, writing = self._rates() or (1.0, 1.0)
+        share = reading * prompt_tokens / (reading * prompt_tokens + writing * written)
+        keep = 0.0 if self._steps == 1 else _MEMORY  # the first step compiles and allocates: it is no measure
+        self._reading.learn(share * seconds, prompt_tokens, keep)
+        self._writing.learn((1 - share) * seconds, written, keep)
+        self._steps += 1
+        return share
+
+    def __call__(self, steps: float, prompt_tokens: float, answer_tokens: float) -> float:
+        """The seconds that these will take."""
+        reading, writing = self._rates() or (0.0, 0.0)
+        return reading * prompt_tokens + writing * (self._step * steps + self._answer_token * answer_tokens)
+
+    def _rates(self) -> tuple[float, float] | None:
+        """Where only one of them is known, it stands for the other."""
+        known = [rate.seconds / rate.units for rate in (self._reading, self._writing) if rate.units]
+        return (known[0], known[-1]) if known else None
+
+
+class _Rate:
+    """The seconds and the usual costs of some work, the latest of it above all."""
+
+    seconds = units = 0.0
+
+    def learn(self, seconds: float, units: float, keep: float) -> None:
+        if units or not keep:
+            self.seconds = keep * self.seconds + seconds
+            self.units = keep * self.units + units
+
+
+def cost_of_head(model: nn.Module, vocabulary: int) -> float:
+    """How much more the model computes with its LM head, which answers run through and prompts do not.
+
+    In a small model with a large vocabulary the head is most of it.
+    """
+    every = tables = head = 0
+    for weight in model.parameters():
+        every += weight.numel()
+        if weight.ndim == 2 and weight.shape[0] == vocabulary:
+            tables += weight.numel()
+            head = max(head, weight.numel())
+    return min(1 + head / max(every - tables, 1), _MOST_FOR_HEAD)
 
 
 class StepSeconds:
