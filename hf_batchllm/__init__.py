@@ -125,7 +125,7 @@ def __getattr__(name: str) -> object:
         hint = _importlib.import_module(f"{__name__}.results.missing_names").OF_THE_PACKAGE.get(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}")
     if "IPython" in _sys.modules:
-        _importlib.import_module(f"{__name__}.results.notebook")
+        _importlib.import_module(f"{__name__}.inputs.preparing")
     try:
         value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     except ImportError as error:

@@ -7,6 +7,7 @@ texts is called from many places, most of which know nothing of bars. It also sa
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -15,7 +16,10 @@ from typing import Any
 
 from tqdm.std import tqdm as Bar
 
-from ..results.notebook import in_notebook, tqdm
+with warnings.catch_warnings():
+    # Its first import advises to install ipywidgets. Without them bars are text, which does as well.
+    warnings.filterwarnings("ignore", "IProgress not found")
+    from tqdm.auto import tqdm
 
 _LONG_WORK = {  # from how many on there is a bar, and what it says
     "texts": (2048, "making tokens of prompts {n:,} / {total:,}"),
@@ -52,7 +56,9 @@ def loading() -> AbstractContextManager[object]:
 
 def open_bar(shown: bool, **options: Any) -> tqdm:
     """A bar of tqdm's, where a notebook shows it in the colours of text; in a log file, lines instead."""
-    if in_notebook():
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None and "IPKernelApp" in shell.config:  # this process is a notebook's kernel
         return tqdm(disable=not shown, file=sys.stdout, **options)
     return (tqdm if _on_terminal() else LogBar)(disable=not shown, **options)
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 from .missing_names import OF_A_GENERATION, OF_A_RESULT, no_such
-from .rows import Rows, row_repr, short_ids, short_text
+from .rows import Rows, row_repr
 from .run_report import RunReport, saved
 from .views.html import DASH, block, both_ends, cells, grouped, hidden, id_list, percent, seconds, table, text
 from .views.images import thumbnails
@@ -76,21 +76,9 @@ class Generation:
 
     def __repr__(self) -> str:
         """In a line, the text first."""
-        said = {"error": short_text(self.error)} if self.error is not None else {"text": short_text(self.text)}
-        said["finish_reason"] = repr(self.finish_reason)
-        said["index"] = str(self.index)
-        if self.sample:
-            said["sample"] = str(self.sample)
-        if self.prompt is not None:
-            said["prompt"] = short_text(self.prompt)
-        said |= {"token_ids": short_ids(self.token_ids), "prompt_token_ids": short_ids(self.prompt_token_ids)}
-        for name in ("score", "adapter"):
-            if getattr(self, name) is not None:
-                said[name] = repr(getattr(self, name))
-        for name in ("logprobs", "prompt_logprobs"):
-            if (values := getattr(self, name)) is not None:
-                said[name] = f"<of {len(values):,} tokens>"
-        return row_repr(self, said)
+        first, sample = "text" if self.error is None else "error", "sample" if self.sample else ""
+        others = "prompt? token_ids prompt_token_ids score? adapter? logprobs? prompt_logprobs?"
+        return row_repr(self, f"{first} finish_reason index {sample} {others}")
 
 
 class BatchResult(Rows[Generation]):

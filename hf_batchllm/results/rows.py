@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, overload
 
 from ..wording import counted
@@ -48,12 +48,11 @@ class Rows(Sequence[R]):
             last = f", 0 to {len(rows) - 1:,}" if rows else ""
             raise IndexError(f"there is no row {index}: the result has {counted(len(rows), 'row')}{last}") from None
         except TypeError:
-            if not isinstance(index, str):
-                raise TypeError(f"a row is asked for by its number or a slice, not by {index!r:.40}") from None
-            how = f", as result[0].{index}" if rows and hasattr(rows[0], index) else ""
-            raise TypeError(
-                f"a row is asked for by its number, not by {index!r:.40}: first the row, then the field{how}"
-            ) from None
+            instead = ""
+            if isinstance(index, str):
+                how = f", as result[0].{index}" if rows and hasattr(rows[0], index) else ""
+                instead = f": first the row, then the field{how}"
+            raise TypeError(f"a row is asked for by its number or a slice, not by {index!r:.40}{instead}") from None
         if not isinstance(found, list):
             return found
         part = self._part(found)
@@ -167,5 +166,22 @@ def short_ids(ids: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ids[:_IDS]))}, ... {len(ids):,} in all]"
 
 
-def row_repr(row: object, said: dict[str, str]) -> str:
-    return f"{type(row).__name__}({', '.join(f'{name}={value}' for name, value in said.items())})"
+def _how_many(values: Sequence[Any]) -> str:
+    return f"<of {len(values):,} tokens>"
+
+
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    "token_ids": short_ids,
+    "prompt_token_ids": short_ids,
+    "logprobs": _how_many,
+    "prompt_logprobs": _how_many,
+    "logprob": "{:.4f}".format,
+}
+
+
+def row_repr(row: object, fields: str) -> str:
+    """A row in a line. ``fields``: in their order; one with a "?" is left out where it is None."""
+    values = {field: getattr(row, field.removesuffix("?")) for field in fields.split()}
+    said = {field.removesuffix("?"): value for field, value in values.items() if value is not None or field[-1] != "?"}
+    shown = (f"{name}={_SHOWN.get(name, short_text)(value)}" for name, value in said.items())
+    return f"{type(row).__name__}({', '.join(shown)})"

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ..errors import OptionValueError
 from ..wording import counted, either, shown
-from .rows import Rows, row_repr, short_ids, short_text
+from .rows import Rows, row_repr
 from .run_report import RunReport, saved
 from .views.html import DASH, both_ends, cells, grouped, hidden, one_line, percent, seconds, table, text
 
@@ -57,18 +57,8 @@ class Score:
 
     def __repr__(self) -> str:
         """In a line, the text first."""
-        said = {"text": short_text(self.text)}
-        if self.error is not None:
-            said["error"] = short_text(self.error)
-        else:
-            said |= {"logprob": f"{self.logprob:.4f}", "is_greedy": repr(self.is_greedy)}
-        said |= {"index": str(self.index), "choice": str(self.choice)}
-        if self.context is not None:
-            said["context"] = short_text(self.context)
-        said["token_ids"] = short_ids(self.token_ids)
-        if self.adapter is not None:
-            said["adapter"] = repr(self.adapter)
-        return row_repr(self, said)
+        figures = "logprob is_greedy" if self.error is None else "error"
+        return row_repr(self, f"text {figures} index choice context? token_ids adapter?")
 
     @property
     def logprob(self) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -91,19 +91,6 @@ class Timeline:
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-class _Panel(NamedTuple):
-    """layers: (CSS classes, values, values that they are drawn above; None for a line). dashed: a value, 0 for none."""
-
-    title: str
-    beside: str
-    height: int  # in pixels, of ``limit``
-    limit: float
-    marks: list[tuple[float, str]]
-    layers: list[tuple[str, np.ndarray, np.ndarray | None]]
-    tooltips: list[str]
-    dashed: int = 0
-
-
 def timeline_panels(timeline: Timeline, kv_memory: int) -> str:
     """Three panels above one axis of time; empty if there was no step."""
     if not len(timeline):
@@ -111,81 +98,101 @@ def timeline_panels(timeline: Timeline, kv_memory: int) -> str:
     end = max(float(_edges(timeline)[-1]), sum(timeline.phases.values()))
     if not 0 < end < math.inf:
         return ""
-    drawn, coarse = timeline.folded(_MOST_COLUMNS), timeline.folded(_MOST_TOOLTIPS)
-    x, edges = (_edges(each) * WIDTH / end for each in (drawn, coarse))
-    panels = (_tokens(drawn, coarse), _cache(drawn, coarse, kv_memory), _running(drawn, coarse))
-    times = [seconds(at) for at in _edges(coarse)]
-    spans = [f"{begin} to {end}" for begin, end in pairwise(times)]
-    axis = x_axis(end, "seconds since the call began")
-    return "".join(_drawn(panel, x, edges, spans) for panel in panels) + axis
+    panels = _Panels(timeline, end)
+    return panels.tokens() + panels.cache(kv_memory) + panels.running() + x_axis(end, "seconds since the call began")
 
 
 def _edges(timeline: Timeline) -> np.ndarray:
     return np.maximum.accumulate(np.append(float(timeline.begin), timeline.ends))
 
 
-def _drawn(panel: _Panel, x: np.ndarray, edges: np.ndarray, spans: Sequence[str]) -> str:
-    """x: of the values' steps. edges, spans: of the tooltips."""
+class _Panels:
+    """Pictures over the same time, up to ``end``. Tooltips are coarser than what is drawn."""
 
-    def y(values: Any) -> Any:
-        return panel.height - values * panel.height / panel.limit
+    def __init__(self, timeline: Timeline, end: float) -> None:
+        self.drawn, self.coarse = timeline.folded(_MOST_COLUMNS), timeline.folded(_MOST_TOOLTIPS)
+        self.x, self.edges = (_edges(each) * WIDTH / end for each in (self.drawn, self.coarse))
+        self.spans = [f"{begin} to {end}" for begin, end in pairwise(map(seconds, _edges(self.coarse)))]
 
-    drawing = "".join(
-        line(kind, x, y(upper)) if lower is None else area(kind, x, y(upper), y(lower))
-        for kind, upper, lower in panel.layers
-    )
-    if panel.dashed:
-        level = number(y(panel.dashed))
-        drawing += f'<line class="hfb-size" x1="0" x2="{WIDTH}" y1="{level}" y2="{level}"/>'
-    for left, right, span, said in zip(edges, edges[1:], spans, panel.tooltips, strict=False):
-        drawing += titled(f"{span}: {said}", rectangle("hfb-hit", left, 0, right, panel.height))
-    marks = [(y(at), label) for at, label in panel.marks]
-    return head(f"<b>{panel.title}</b>", panel.beside) + plot(drawing, panel.height, marks, panel.title)
+    def tokens(self) -> str:
+        drawn, coarse = self.drawn, self.coarse
+        prompts, answers = drawn.prompt_tokens / drawn.steps, drawn.decode_tokens / drawn.steps
+        layers = [("hfb-c0", prompts + answers, answers), ("hfb-c1", answers, 0 * answers)]
+        if answers.any():  # a line keeps a few tokens visible beside thousands
+            layers.append(("hfb-l1", answers, None))
+        limit = max(float((prompts + answers).max()), 1.0) * _HEADROOM
+        marks = [(at, count(at)) for at in ticks(limit, 4, whole=True)]
+        tooltips = [
+            f"{counted(n, 'step')}, each of {count(read / n)} prompt tokens and {count(written / n)} answer tokens"
+            for n, read, written in zip(coarse.steps, coarse.prompt_tokens, coarse.decode_tokens, strict=True)
+        ]
+        colours = key([("hfb-c0", "of prompts"), ("hfb-c1", "of answers")])
+        return self._panel("Tokens in each step", colours, 110, limit, marks, layers, tooltips)
+
+    def cache(self, kv_memory: int) -> str:
+        used = self.drawn.cache_bytes
+        highest = int(used.max())
+        whole = kv_memory if highest >= _FULL_ENOUGH * kv_memory else 0
+        limit = max(highest, whole, 1) * _HEADROOM
+        unit = 1024 ** min(3, int(math.log2(limit) // 10))
+        marks = [(at * unit, f"{at:g} {shown_size(unit).split()[1]}" if at else "0") for at in ticks(limit / unit, 2)]
+        summary = f"{shown_size(highest)} at most"
+        if kv_memory > 0:
+            share = f"{percent(highest / kv_memory)} of {shown_size(kv_memory)}{' (dashed)' if whole else ''}"
+            summary += f", {share} that this call could use"
+        tooltips = [f"{shown_size(each)} of KV cache in use" for each in self.coarse.cache_bytes.tolist()]
+        layers = [("hfb-c2", used, 0 * used)]
+        return self._panel("KV cache", _beside(summary), 64, limit, marks, layers, tooltips, whole)
+
+    def running(self) -> str:
+        running = self.drawn.running
+        limit = max(int(running.max()), 1) * _HEADROOM
+        marks = [(at, count(at)) for at in ticks(limit, 2, whole=True)]
+        layers = [("hfb-c3 hfb-pale", running, 0 * running), ("hfb-l3", running, None)]
+        tooltips = [counted(each, "sequence") for each in self.coarse.running.tolist()]
+        beside = _beside(f"{running.max():,} at most")
+        return self._panel("Sequences running", beside, 44, limit, marks, layers, tooltips)
+
+    def _panel(
+        self,
+        title: str,
+        beside: str,
+        height: int,
+        limit: float,
+        marks: list[tuple[float, str]],
+        layers: Sequence[tuple[str, np.ndarray, np.ndarray | None]],
+        tooltips: list[str],
+        dashed: int = 0,
+    ) -> str:
+        """height: in pixels, of ``limit``. dashed: a value, 0 for none.
+
+        layers: (CSS classes, values, values that they are drawn above; None for a line).
+        """
+
+        def y(values: Any) -> Any:
+            return height - values * height / limit
+
+        drawing = "".join(
+            line(kind, self.x, y(upper)) if lower is None else area(kind, self.x, y(upper), y(lower))
+            for kind, upper, lower in layers
+        )
+        if dashed:
+            level = number(y(dashed))
+            drawing += f'<line class="hfb-size" x1="0" x2="{WIDTH}" y1="{level}" y2="{level}"/>'
+        for (left, right), span, said in zip(pairwise(self.edges), self.spans, tooltips, strict=True):
+            drawing += titled(f"{span}: {said}", rectangle("hfb-hit", left, 0, right, height))
+        return head(f"<b>{title}</b>", beside) + plot(drawing, height, [(y(at), label) for at, label in marks], title)
 
 
-def _tokens(drawn: Timeline, coarse: Timeline) -> _Panel:
-    prompts, answers = drawn.prompt_tokens / drawn.steps, drawn.decode_tokens / drawn.steps
-    layers = [("hfb-c0", prompts + answers, answers), ("hfb-c1", answers, 0 * answers)]
-    if answers.any():  # a line keeps a few tokens visible beside thousands
-        layers.append(("hfb-l1", answers, None))
-    limit = max(float((prompts + answers).max()), 1.0) * _HEADROOM
-    marks = [(at, count(at)) for at in ticks(limit, 4, whole=True)]
-    tooltips = [
-        f"{counted(n, 'step')}, each of {count(of_prompts / n)} prompt tokens and {count(of_answers / n)} answer tokens"
-        for n, of_prompts, of_answers in zip(coarse.steps, coarse.prompt_tokens, coarse.decode_tokens, strict=True)
-    ]
-    colours = key([("hfb-c0", "of prompts"), ("hfb-c1", "of answers")])
-    return _Panel("Tokens in each step", colours, 110, limit, marks, layers, tooltips)
-
-
-def _cache(drawn: Timeline, coarse: Timeline, kv_memory: int) -> _Panel:
-    used, highest = drawn.cache_bytes, int(drawn.cache_bytes.max())
-    whole = kv_memory if highest >= _FULL_ENOUGH * kv_memory else 0
-    limit = max(highest, whole, 1) * _HEADROOM
-    unit = 1024 ** min(3, int(math.log2(limit) // 10))
-    marks = [(at * unit, f"{at:g} {shown_size(unit).split()[1]}" if at else "0") for at in ticks(limit / unit, 2)]
-    summary = f"{shown_size(highest)} at most"
-    if kv_memory > 0:
-        share = f"{percent(highest / kv_memory)} of {shown_size(kv_memory)}{' (dashed)' if whole else ''}"
-        summary += f", {share} that this call could use"
-    tooltips = [f"{shown_size(each)} of KV cache in use" for each in coarse.cache_bytes.tolist()]
-    beside = f'<span class="hfb-key">{text(summary)}</span>'
-    return _Panel("KV cache", beside, 64, limit, marks, [("hfb-c2", used, 0 * used)], tooltips, whole)
-
-
-def _running(drawn: Timeline, coarse: Timeline) -> _Panel:
-    running = drawn.running
-    limit = max(int(running.max()), 1) * _HEADROOM
-    marks = [(at, count(at)) for at in ticks(limit, 2, whole=True)]
-    layers = [("hfb-c3 hfb-pale", running, 0 * running), ("hfb-l3", running, None)]
-    tooltips = [counted(each, "sequence") for each in coarse.running.tolist()]
-    beside = f'<span class="hfb-key">{running.max():,} at most</span>'
-    return _Panel("Sequences running", beside, 44, limit, marks, layers, tooltips)
+def _beside(said: str) -> str:
+    return f'<span class="hfb-key">{text(said)}</span>'
 
 
 def phases_bar(phases: Mapping[str, float]) -> str:
     """One bar of all the seconds; empty if there are none."""
     spent = {name: value for name, value in phases.items() if 0 < value < math.inf}
+    if not spent:
+        return ""
     total = sum(spent.values())
     short = [name for name, value in spent.items() if value < _LEAST_PHASE * total]
     others = [name for name in (*PHASES, *phases) if name != "model"]
@@ -194,10 +201,10 @@ def phases_bar(phases: Mapping[str, float]) -> str:
         if name not in short:
             colour = 0 if name == "model" else 1 + others.index(name) % (SERIES - 1)  # the model's stands out
             parts.append((f"hfb-c{colour}", name, value, PHASES.get(name, "")))
-    if len(short) == 1:
-        parts.append(("hfb-own", short[0], spent[short[0]], PHASES.get(short[0], "")))
-    elif short:
-        parts.append(("hfb-own", "the rest", sum(spent[name] for name in short), ", ".join(short)))
+    if short:
+        of_short, alone = sum(spent[name] for name in short), len(short) == 1
+        meaning = PHASES.get(short[0], "") if alone else ", ".join(short)
+        parts.append(("hfb-own", short[0] if alone else "the rest", of_short, meaning))
     bar, entries = "", ""
     for kind, name, value, meaning in parts:
         took, share = seconds(value), percent(value / total)
@@ -206,7 +213,5 @@ def phases_bar(phases: Mapping[str, float]) -> str:
         entries += (
             f'<div title="{title}"><i class="{kind}"></i><span>{text(name)}</span><em>{took}</em><em>{share}</em></div>'
         )
-    if not parts:
-        return ""
-    above = head("<b>Where the time went</b>", f'<span class="hfb-key">{seconds(total)} in all</span>')
+    above = head("<b>Where the time went</b>", _beside(f"{seconds(total)} in all"))
     return f'{above}<div class="hfb-bar">{bar}</div><div class="hfb-parts">{entries}</div>'
