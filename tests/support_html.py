@@ -10,7 +10,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
+from support_families import build
+from support_word_tokenizer import word_tokenizer
 
+from hf_batchllm import BatchGenerator
 from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.results.generations import BatchResult, Generation
@@ -139,3 +142,11 @@ def result_of(texts: Sequence[str | None], samples: int = 1, **options: Any) -> 
         for place, text in enumerate(texts)
     ]
     return BatchResult(rows, options.pop("report", None), **options)
+
+
+CHAT = [{"role": "user", "content": "w5 w6"}]
+GIVEN: list[Any] = ["w3 w4 w5", CHAT, [5, 6], "w8"]
+
+
+def that_chats() -> BatchGenerator:
+    return BatchGenerator(build("llama"), word_tokenizer(97, template=True))

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support_families import build, random_prompts
+from support_parity import pages_of_memory
+from support_timekeeper import Clock
 from support_word_tokenizer import word_tokenizer
 from transformers.utils import logging
 
-from hf_batchllm import BatchGenerator, GenerationInterrupted, plan_prompts
+from hf_batchllm import BatchGenerator, BatchResult, GenerationInterrupted, plan_prompts
 from hf_batchllm.engine.cost import StepCosts, cost_of_head
 from hf_batchllm.engine.progress import Progress, expected_tokens, longest_of, whole_run
 from hf_batchllm.inputs import preparing
@@ -45,6 +47,17 @@ def lines(screen: io.StringIO) -> list[Any]:
     return found
 
 
+def filled(screen: io.StringIO, result: BatchResult) -> list[Any]:
+    """The lines of a bar that never went back and ended full, with all that is in the result."""
+    shown = lines(screen)
+    percent = [int(line["percent"]) for line in shown]
+    assert percent == sorted(percent) and percent[-1] == 100
+    last = shown[-1]
+    assert last["done"] == last["all"] == str(len(result))
+    assert last["more"] == (f" · {result.report.saving:.0%} saved" if result.report.saving >= 0.005 else "")
+    return shown
+
+
 def prompts(count: int, seed: int = 4) -> list[list[int]]:
     return random_prompts(random.Random(seed), 97, "mixed", count)
 
@@ -53,34 +66,26 @@ def test_it_moves_with_every_step_and_ends_full(drawn: io.StringIO) -> None:
     given = prompts(14)
     generator = BatchGenerator(build("llama"), max_batch_tokens=24, min_shared_tokens=4)
     result = generator.generate(given, max_new_tokens=5, progress=True)
-    shown = lines(drawn)
-    percent = [int(line["percent"]) for line in shown]
-    assert percent == sorted(percent) and percent[0] == 0 and percent[-1] == 100
-    assert shown[0]["before"] == "14 prompts"
+    shown = filled(drawn, result)
+    assert shown[0]["percent"] == "0" and shown[0]["before"] == "14 prompts"
     before_any_finished = {line["now"] for line in shown if line["done"] == "0"}
     assert len(before_any_finished) > 5
     phases = [line["phase"] for line in shown if line["phase"]]
     assert phases[0] == "reading prompts" and phases[-1] == "writing"
-    last = shown[-1]
-    assert last["done"] == last["all"] == str(len(result)) and last["more"] == f" · {result.report.saving:.0%} saved"
-    assert int(last["now"]) == int(last["of"]) == result.report.new_tokens
+    assert int(shown[-1]["now"]) == int(shown[-1]["of"]) == result.report.new_tokens
     (read,) = {line["of"] for line in shown if line["phase"] == "reading prompts"}
     assert int(read.replace(",", "")) == result.report.computed_tokens
 
 
-def test_it_ends_full_when_answers_stop_early_and_when_memory_is_short(
-    drawn: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = BatchGenerator(build("llama"))
-    page = generator.architecture.kv_bytes_per_token * 8
-    generator = BatchGenerator(build("llama"), page_size=8, kv_memory=10 * page)
+def test_it_ends_full_when_answers_stop_early_and_when_memory_is_short(drawn: io.StringIO) -> None:
+    model = build("llama")
+    generator = BatchGenerator(model, page_size=8, kv_memory=pages_of_memory(model, 10, 8))
     options = {"do_sample": True, "num_return_sequences": 3, "eos_token_id": [5, 6, 7]}
     result = generator.generate(prompts(20), max_new_tokens=30, seed=1, progress=True, **options)
     assert result.report.preemptions
     assert {generation.finish_reason for generation in result} == {"stop", "length"}
-    shown = lines(drawn)
-    assert shown[0]["before"] == f"{len(result)} samples" and shown[-1]["percent"] == "100"
-    assert shown[-1]["done"] == shown[-1]["all"] == str(len(result))
+    shown = filled(drawn, result)
+    assert shown[0]["before"] == f"{len(result)} samples"
     assert int(shown[-1]["now"]) == int(shown[-1]["of"]) == result.report.new_tokens
 
 
@@ -89,15 +94,12 @@ def test_a_beam_search_that_looks_further_than_its_answers_does_not_fill_it_twic
     options |= {"early_stopping": "never", "length_penalty": 0.3, "max_new_tokens": 30}
     generator = BatchGenerator(build("llama"), max_batch_tokens=40, min_shared_tokens=4)
     result = generator.generate(prompts(12), progress=True, **options)
-    shown = lines(drawn)
-    percent = [int(line["percent"]) for line in shown]
-    assert percent == sorted(percent) and percent[-1] == 100
+    shown = filled(drawn, result)
     assert len({line["done"] for line in shown}) > 3  # some have finished before others
-    assert shown[-1]["more"] == f" · {result.report.saving:.0%} saved"
 
 
 def test_nothing_is_said_of_sharing_where_there_is_none(drawn: io.StringIO) -> None:
-    BatchGenerator(build("llama")).generate([[5, 6], [7, 8]], max_new_tokens=2, progress=True)
+    filled(drawn, BatchGenerator(build("llama")).generate([[5, 6], [7, 8]], max_new_tokens=2, progress=True))
     assert "saved" not in drawn.getvalue() and "tok/s" in drawn.getvalue()
 
 
@@ -159,13 +161,6 @@ def test_a_widget_ends_full_where_answers_ended_early(monkeypatch: pytest.Monkey
 # -- what it expects -------------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def played(
     prompts: int, tokens: int, new_tokens: int, costs: tuple[float, float, float], budget: int = 512, room: int = 10**6
 ) -> dict[float, float]:
@@ -179,7 +174,7 @@ def played(
     bar = SimpleNamespace(disable=False, mininterval=0.0, n=0.0, total=1.0)
     bar.set_description_str = bar.refresh = lambda *_, **__: None
     shown = Progress(bar, waiting, prompts * tokens, 0.0, StepCosts(on_gpu=False), rows=min(prompts, room), clock=clock)
-    running: list[Request] = []
+    begin, running = clock.now, list[Request]()
     expected: list[tuple[float, float]] = []
     while waiting or running:
         step = Step(rows=list(running))
@@ -198,13 +193,13 @@ def played(
             if len(request.generated) == new_tokens:
                 request.end(FinishReason.LENGTH)
         shown.step(step, len(step.sampling()))
-        expected.append((clock.now, clock.now + shown.seconds_left()))
+        expected.append((clock.now - begin, clock.now - begin + shown.seconds_left()))
         for request in step.sampling():
             if request.done:
                 shown.finish(request)
         waiting = [request for request in waiting if left[request]]
         running = [request for request in step.sampling() if not request.done]
-    whole_time = clock.now
+    whole_time = clock.now - begin
     at = {share: min(expected, key=lambda each: abs(each[0] - share * whole_time))[1] for share in (0.25, 0.5, 0.75)}
     return {share: value / whole_time for share, value in at.items()}
 
@@ -222,13 +217,19 @@ def test_at_half_time_it_knows_how_long_it_takes(given: tuple[int, ...], costs: 
     assert expected[0.75] == pytest.approx(1, abs=0.15), expected
 
 
-def test_a_first_step_that_compiles_is_no_measure() -> None:
+def test_a_first_step_that_compiles_is_no_measure_and_what_is_not_done_for_long_keeps_its_rate() -> None:
     costs = StepCosts(on_gpu=True)
+    assert costs(1, 512, 8) == 0, "nothing is known"
     costs.learn(1, 512, 0, 60.0)
     assert costs(1, 512, 0) == pytest.approx(60)
     for _ in range(4):
         costs.learn(1, 512, 0, 0.5)
-    assert costs(1, 512, 0) == pytest.approx(0.5, rel=0.01)
+    reading = costs(0, 512, 0)
+    assert costs(1, 512, 0) == pytest.approx(0.5, rel=0.01) and 0 < reading < 0.5
+    for _ in range(2000):
+        costs.learn(1, 0, 64, 0.01)
+    assert costs(1, 0, 64) == pytest.approx(0.01) and costs(0, 512, 0) == reading
+    assert costs.learn(1, 512, 0, 0.4) > 0.9, "prompts take the most of the next step that reads some"
 
 
 def test_the_head_counts_where_it_is_large() -> None:

@@ -143,9 +143,8 @@ def test_captures_are_told_from_launching() -> None:
 
 
 def test_the_line_in_the_report() -> None:
-    nothing = np.zeros(0, dtype=np.int64)
     phases = dict.fromkeys(PHASES, 0.0)
-    empty = Timeline(0.0, nothing, nothing, nothing, nothing, nothing, nothing, phases)
+    empty = Timeline(0.0, *[np.zeros(0, dtype=np.int64)] * 6, phases)
     assert empty.longest_phases == "" and len(empty) == 0
     phases |= {"model": 83.2, "tokens": 9.0, "planning": 4.1, "scheduling": 3.0, "prompts": 0.4, "results": 0.3}
     assert empty.longest_phases == "model 83%, tokens 9%, planning 4%, scheduling 3%"

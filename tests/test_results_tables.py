@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import build
-from support_word_tokenizer import word_tokenizer
+from support_html import CHAT, GIVEN, that_chats
 
 from hf_batchllm import BatchGenerator, BatchResult, Generation, ScoreResult
 
@@ -21,17 +21,11 @@ pd = pytest.importorskip("pandas")
 COLUMNS = "prompt text finish_reason index sample prompt_tokens new_tokens error token_ids prompt_token_ids".split()
 SCORES = "context text logprob mean_logprob is_greedy index choice tokens error logprobs token_ids".split()
 PROMPTS = [[5, 6, 7], [5, 6, 8, 9], [5]]
-CHAT = [{"role": "user", "content": "w5 w6"}]
-GIVEN: list[Any] = ["w3 w4 w5", CHAT, [5, 6], "w8"]
-
-
-def make() -> BatchGenerator:
-    return BatchGenerator(build("llama"), word_tokenizer(97, template=True))
 
 
 @pytest.fixture(scope="module")
 def result() -> BatchResult:
-    return make().generate(GIVEN, max_new_tokens=4)
+    return that_chats().generate(GIVEN, max_new_tokens=4)
 
 
 def dtypes(table: Any) -> dict[str, str]:
@@ -56,7 +50,7 @@ def test_a_row_for_each_generation(result: BatchResult) -> None:
 
 
 def test_a_row_for_each_score() -> None:
-    scores = make().score(["w3 w4"], choices=[" w5", " w6"])
+    scores = that_chats().score(["w3 w4"], choices=[" w5", " w6"])
     table = scores.to_pandas()
     assert list(table.columns) == SCORES == list(ScoreResult([], None).to_pandas().columns)
     assert dtypes(table) == dtypes(ScoreResult([], None).to_pandas())
@@ -65,7 +59,7 @@ def test_a_row_for_each_score() -> None:
 
 def test_samples_and_errors_are_rows_like_others() -> None:
     options = {"max_new_tokens": 3, "do_sample": True, "num_return_sequences": 2, "seed": 1}
-    result = make().generate([[5, 6], [], "w7"], on_error="record", **options)
+    result = that_chats().generate([[5, 6], [], "w7"], on_error="record", **options)
     table = result.to_pandas()
     assert list(table["sample"]) == [0, 1] * 3
     assert list(table["finish_reason"]) == ["length", "length", "error", "error", "length", "length"]
@@ -78,7 +72,7 @@ def test_samples_and_errors_are_rows_like_others() -> None:
 
 def test_log_probabilities_where_they_were_asked_for() -> None:
     for option, values in ({"logprobs": 1}, "logprobs"), ({"prompt_logprobs": 0}, "prompt_logprobs"):
-        result = make().generate(PROMPTS, max_new_tokens=2, **option)
+        result = that_chats().generate(PROMPTS, max_new_tokens=2, **option)
         table = result.to_pandas()
         assert list(table.columns) == [*COLUMNS[:-2], values, *COLUMNS[-2:]]
         assert list(table[values]) == [getattr(generation, values) for generation in result]
@@ -86,11 +80,11 @@ def test_log_probabilities_where_they_were_asked_for() -> None:
 
 def test_the_types_do_not_depend_on_what_is_in_it() -> None:
     """What works on one result works on an empty one, and on one that is all errors."""
-    some = dtypes(make().generate(PROMPTS, max_new_tokens=2).to_pandas())
+    some = dtypes(that_chats().generate(PROMPTS, max_new_tokens=2).to_pandas())
     assert {some[name] for name in ("index", "sample", "prompt_tokens", "new_tokens")} == {"int64"}
     assert {some[name] for name in ("text", "finish_reason", "error")} == {"string"}
-    empty = make().generate([], max_new_tokens=2)
-    errors = make().generate([[]], max_new_tokens=2, on_error="record")
+    empty = that_chats().generate([], max_new_tokens=2)
+    errors = that_chats().generate([[]], max_new_tokens=2, on_error="record")
     textless = BatchGenerator(build("llama")).generate([torch.tensor([5, 6])], max_new_tokens=2)
     for result, rows in ((empty, 0), (errors, 1), (BatchResult([], None), 0), (textless, 1)):
         table = result.to_pandas()
@@ -100,19 +94,19 @@ def test_the_types_do_not_depend_on_what_is_in_it() -> None:
 def test_a_column_of_prompts_keeps_its_index() -> None:
     table = pd.DataFrame({"ask": ["w5", "w6 w7", "w8", "w9 w3", "w4"]}, index=[7, 3, 9, 1, 5])
     asked = table[[True, False, True, True, False]].copy()
-    result = make().generate(asked["ask"], max_new_tokens=3)
+    result = that_chats().generate(asked["ask"], max_new_tokens=3)
     asked["answer"] = result.to_pandas()["text"]
     assert list(asked["answer"]) == result.texts and None not in result.texts
     assert list(result[1:].to_pandas().index) == [9, 1]
-    several = make().generate(asked["ask"], max_new_tokens=2, do_sample=True, num_return_sequences=2, seed=1)
+    several = that_chats().generate(asked["ask"], max_new_tokens=2, do_sample=True, num_return_sequences=2, seed=1)
     assert list(several.to_pandas().index) == [7, 7, 9, 9, 1, 1]
-    errors = make().generate(pd.Series(["w5", []], index=["a", "b"]), max_new_tokens=2, on_error="record")
+    errors = that_chats().generate(pd.Series(["w5", []], index=["a", "b"]), max_new_tokens=2, on_error="record")
     assert list(errors.to_pandas().index) == ["a", "b"]
-    assert list(make().generate(list(asked["ask"]), max_new_tokens=2).to_pandas().index) == [0, 1, 2]
-    scores = make().score(asked["ask"], choices=[" w5", " w6"])
+    assert list(that_chats().generate(list(asked["ask"]), max_new_tokens=2).to_pandas().index) == [0, 1, 2]
+    scores = that_chats().score(asked["ask"], choices=[" w5", " w6"])
     assert list(scores.to_pandas().index) == [7, 7, 9, 9, 1, 1] and list(scores[3:].to_pandas().index) == [9, 1, 1]
-    assert list(make().score(None, asked["ask"] + " w4").to_pandas().index) == [7, 9, 1]
-    assert list(make().score("w5", pd.Series([" w6", " w7"], index=[4, 2])).to_pandas().index) == [0, 1]
+    assert list(that_chats().score(None, asked["ask"] + " w4").to_pandas().index) == [7, 9, 1]
+    assert list(that_chats().score("w5", pd.Series([" w6", " w7"], index=[4, 2])).to_pandas().index) == [0, 1]
 
 
 def test_lines_of_json(result: BatchResult, tmp_path: Path) -> None:
@@ -132,7 +126,7 @@ def test_lines_of_json(result: BatchResult, tmp_path: Path) -> None:
 
 def test_a_dataset() -> None:
     datasets = pytest.importorskip("datasets")
-    generator = make()
+    generator = that_chats()
     texts = generator.generate(["w3", "w4"], max_new_tokens=2, logprobs=1, prompt_logprobs=0).to_dataset()
     assert isinstance(texts, datasets.Dataset) and texts["prompt"][:] == ["w3", "w4"]
     first = texts[0]

@@ -75,6 +75,15 @@ def device_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     run_over_twins(monkeypatch)
 
 
+def small(**settings: Any) -> BatchGenerator:
+    return BatchGenerator(build(FAMILY), **{"max_batch_tokens": 24} | settings)
+
+
+def short_of_memory(pages: int = 24, **settings: Any) -> BatchGenerator:
+    memory = pages_of_memory(build(FAMILY), pages, 4)
+    return small(kv_memory=memory, page_size=4, min_shared_tokens=4, **settings)
+
+
 def timeline_of(report: RunReport | None) -> Timeline:
     """What holds of every run that was not interrupted at an odd moment."""
     assert report is not None
@@ -87,11 +96,15 @@ def timeline_of(report: RunReport | None) -> Timeline:
     return timeline
 
 
-def test_the_line_in_the_report() -> None:
-    report = BatchGenerator(build(FAMILY)).generate(PROMPTS[:2], max_new_tokens=3, **GIVEN).report
+def test_the_line_in_the_report_and_a_report_that_is_sent() -> None:
+    report = small().generate(PROMPTS[:2], max_new_tokens=3, **GIVEN).report
     assert report is not None and report.timeline is not None
     assert f"\ntime       {report.timeline.longest_phases}\n" in str(report)
     assert max(map(len, str(report).splitlines())) <= 80
+    sent = pickle.loads(pickle.dumps(report))
+    assert str(sent) == str(report) and sent.timeline.phases == report.timeline.phases
+    assert rows_of(timeline_of(sent)) == rows_of(timeline_of(report))
+    assert (sent.timeline.ends == report.timeline.ends).all()
 
 
 class Slow(BaseStreamer):
@@ -185,16 +198,8 @@ def test_log_probabilities_of_prompts_are_no_part_of_the_model(clock: Clock, mon
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 @pytest.mark.parametrize("pages", [200, 24])
 def test_each_step_as_it_was(scheduler: str, pages: int, facts: list[tuple[int, ...]]) -> None:
-    model = build(FAMILY)
-    generator = BatchGenerator(
-        model,
-        kv_memory=pages_of_memory(model, pages, 4),
-        page_size=4,
-        max_batch_tokens=24,
-        min_shared_tokens=4,
-        scheduler=scheduler,
-    )
-    with counted_tokens(model) as sizes:
+    generator = short_of_memory(pages, scheduler=scheduler)
+    with counted_tokens(generator.model) as sizes:
         result = generator.generate(PROMPTS, max_new_tokens=16, eos_token_id=1000, **GIVEN)
     assert_parity(FAMILY, PROMPTS, result, 16)
     report = result.report
@@ -213,9 +218,7 @@ def test_each_step_as_it_was(scheduler: str, pages: int, facts: list[tuple[int, 
 @plain
 @pytest.mark.parametrize("pages", [300, 28])
 def test_bursts(pages: int, device_loop: None, facts: list[tuple[int, ...]]) -> None:
-    model = build(FAMILY)
-    memory = pages_of_memory(model, pages, 4)
-    generator = BatchGenerator(model, steps_per_sync=16, page_size=4, kv_memory=memory, min_shared_tokens=4)
+    generator = short_of_memory(pages, steps_per_sync=16, max_batch_tokens=None)
     result = generator.generate(PROMPTS, max_new_tokens=40, eos_token_id=list(range(0, 97, 11)), **GIVEN)
     report = result.report
     timeline = timeline_of(report)
@@ -255,10 +258,11 @@ def test_on_a_gpu_waiting_is_told_from_launching(
 
 
 @plain
-@pytest.mark.parametrize("at", [2, 5])
-def test_what_is_on_its_way_at_an_interrupt_counts(
-    at: int, device_loop: None, facts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [2, 5, None])
+def test_what_is_on_its_way_counts_when_a_call_ends(
+    at: int | None, device_loop: None, facts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At an interrupt, in the so many-th wait for tokens; or since a stream is left (None)."""
     waits, start = [], run_ahead.start_copy_to_host
 
     def interrupted(tokens: torch.Tensor) -> Any:
@@ -273,19 +277,16 @@ def test_what_is_on_its_way_at_an_interrupt_counts(
         return waits_once
 
     monkeypatch.setattr(run_ahead, "start_copy_to_host", interrupted)
-    generator = BatchGenerator(build(FAMILY), steps_per_sync=8)
-    with pytest.raises(GenerationInterrupted) as caught:
-        generator.generate(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)), **GIVEN)
-    timeline = timeline_of(caught.value.result.report)
-    assert rows_of(timeline, generator._kv.page_bytes) == facts
-    assert len(facts) > at - 1
-
-
-def test_steps_are_few_stretches_and_the_counts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_batchllm.engine.timekeeper._MOST_STRETCHES", 8)
-    result = BatchGenerator(build(FAMILY), max_batch_tokens=24).generate(PROMPTS, max_new_tokens=30, **GIVEN)
-    timeline = timeline_of(result.report)
-    assert 1 <= len(timeline) <= 8 < result.report.steps
+    generator = BatchGenerator(build(FAMILY), steps_per_sync=8 if at else 16)
+    stream = generator.stream(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 3 if at else 9)))
+    if at is None:
+        next(stream)
+        stream.close()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert rows_of(timeline_of(generator.last_report), generator._kv.page_bytes) == facts
+    assert len(facts) > (at or 1) - 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -301,7 +302,7 @@ def test_a_step_that_fails_is_none(error: type[BaseException], at: int, monkeypa
         return step(self, batch)
 
     monkeypatch.setattr(ModelRunner, "step", failing)
-    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    generator = small()
     with pytest.raises(error):
         generator.generate(PROMPTS, max_new_tokens=5, **GIVEN)
     timeline = timeline_of(generator.last_report)
@@ -312,7 +313,7 @@ def test_a_step_that_fails_is_none(error: type[BaseException], at: int, monkeypa
 
 def test_interrupts_at_any_line() -> None:
     files = ("engine/loop.py", "timekeeper.py", "timeline.py", "call.py", "generator.py")
-    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8)
+    generator = small(page_size=8)
     run = lambda: generator.generate(PROMPTS[:7], max_new_tokens=6, **GIVEN)  # noqa: E731
     every = Stop(0, files)
     every.during(run)
@@ -375,25 +376,23 @@ def test_under_accelerated() -> None:
     assert timeline.decode_tokens.tolist() == [0, 2, 2, 2, 2]
 
 
-def test_a_report_can_be_sent() -> None:
-    report = BatchGenerator(build(FAMILY)).generate(PROMPTS, max_new_tokens=5, **GIVEN).report
-    sent = pickle.loads(pickle.dumps(report))
-    assert str(sent) == str(report)
-    assert sent.timeline.phases == report.timeline.phases
-    assert rows_of(timeline_of(sent)) == rows_of(timeline_of(report))
-    assert (sent.timeline.ends == report.timeline.ends).all()
-
-
 # -- streams ---------------------------------------------------------------------------------------------------
 
 
-def test_who_takes_results_out_of_a_stream_is_outside(clock: Clock) -> None:
-    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
-    given = [*PROMPTS[:6], []]
+@pytest.mark.parametrize("threads", [False, True])
+def test_who_takes_results_out_of_a_stream_is_outside(threads: bool, clock: Clock) -> None:
+    generator, given = small(), [*PROMPTS[:6], []]
     stream = generator.stream(given, max_new_tokens=5, on_error="record")
     clock.now += 1000  # nothing has been asked for yet
-    for _ in stream:
+    for _ in given:
+        if threads:  # another one each time
+            thread = threading.Thread(target=lambda: next(stream))
+            thread.start()
+            thread.join()
+        else:
+            next(stream)
         clock.now += 5
+    assert list(stream) == []
     report = generator.last_report
     phases = timeline_of(report).phases
     assert report.seconds == phases["outside"] == 5 * len(given)
@@ -401,7 +400,7 @@ def test_who_takes_results_out_of_a_stream_is_outside(clock: Clock) -> None:
 
 @pytest.mark.parametrize("how", ["close", "throw", "forget"])
 def test_a_stream_that_is_left(how: str, clock: Clock) -> None:
-    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    generator = small()
     stream = generator.stream(PROMPTS, max_new_tokens=5)
     for _ in range(2):
         next(stream)
@@ -418,27 +417,6 @@ def test_a_stream_that_is_left(how: str, clock: Clock) -> None:
     timeline_of(generator.generate(PROMPTS, max_new_tokens=5, **GIVEN).report)
 
 
-@plain
-def test_a_stream_left_while_steps_are_on_their_way(device_loop: None, facts: list[tuple[int, ...]]) -> None:
-    generator = BatchGenerator(build(FAMILY), steps_per_sync=16)
-    stream = generator.stream(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 9)))
-    next(stream)
-    stream.close()
-    assert rows_of(timeline_of(generator.last_report), generator._kv.page_bytes) == facts
-
-
-def test_a_stream_that_goes_from_thread_to_thread(clock: Clock) -> None:
-    generator, taken = BatchGenerator(build(FAMILY), max_batch_tokens=24), []
-    stream = generator.stream(PROMPTS, max_new_tokens=5)
-    for _ in PROMPTS:
-        thread = threading.Thread(target=lambda: taken.append(next(stream)))
-        thread.start()
-        thread.join()
-        clock.now += 1
-    assert list(stream) == [] and len(taken) == len(PROMPTS)
-    assert timeline_of(generator.last_report).phases["outside"] == len(PROMPTS)
-
-
 @pytest.mark.parametrize("results", [1, 6])
 def test_what_a_preemption_took_counts_as_run_again_only_when_it_is(
     results: int, monkeypatch: pytest.MonkeyPatch
@@ -452,9 +430,7 @@ def test_what_a_preemption_took_counts_as_run_again_only_when_it_is(
         return launch(self, step)
 
     monkeypatch.setattr(Engine, "_launch", noted)
-    model = build(FAMILY)
-    memory = pages_of_memory(model, 24, 4)
-    generator = BatchGenerator(model, kv_memory=memory, page_size=4, max_batch_tokens=24, min_shared_tokens=4)
+    generator = short_of_memory()
     stream = generator.stream(PROMPTS, max_new_tokens=16, eos_token_id=1000)
     for _ in range(results):
         next(stream)

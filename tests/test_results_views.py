@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import subprocess
 import sys
@@ -98,17 +97,16 @@ def test_what_is_drawn_is_as_large_as_what_was_asked_for() -> None:
 
 
 def test_prompts_much_longer_than_the_rest_are_cut_off_and_nothing_is_drawn_below() -> None:
-    page = view_of(plan_of(LISTS["one much longer"]))
-    assert "cut off here: the longest prompt has 8,991 tokens" in page.text
+    assert "cut off here: the longest prompt has 8,991 tokens" in view_of(plan_of(LISTS["one much longer"])).text
     assert layout_of(plan_of(LISTS["one much longer"])).limit < 80, "the others are not flat"
     assert "cut off" not in view_of(plan_of(LISTS["nested"])).text
     pairs = [(pair, row) for pair in (0, 1) for row in range(5)]
     long = [[5, *range(100, 5000), *range(5000 + 1000 * pair, 5900 + 1000 * pair), row] for pair, row in pairs]
     apart = [[5, *range(100, 5000), 7 * row, row] for row in range(30)]  # what they share lies below the cut
     for rows in ([[at, 1, 2] for at in range(10, 1000)] + long, [[at % 7, at] for at in range(20_000)] + long + apart):
-        page = view_of(plan_of(rows))
-        assert "cut off here" in page.text
-        drawn = re.findall(r'<rect class="[^"]*" x="([^"]*)" y="([^"]*)" width="([^"]*)" height="([^"]*)"', page.html)
+        html = view_of(plan_of(rows)).html
+        assert "cut off here" in html
+        drawn = re.findall(r'<rect class="[^"]*" x="([^"]*)" y="([^"]*)" width="([^"]*)" height="([^"]*)"', html)
         for left, top, width, height in (map(float, sizes) for sizes in drawn):
             assert width >= 0 and height >= 0 and left + width < 1001 and top + height < 281
 
@@ -129,7 +127,7 @@ def test_what_a_plan_says() -> None:
     assert "No tokens are computed once for several of them" in text and "in common" not in text
 
 
-@pytest.mark.parametrize("numbers", [range(2, 40), [2] * 5, [2, 3, 8, 24, 25, 200, 10_000], [], range(2, 900)])
+@pytest.mark.parametrize("numbers", [range(2, 40), [2] * 5, [2, 3, 8, 24, 25, 200, 10_000], [], range(2, 900), [24, 8]])
 def test_more_prompts_never_have_a_lower_shade(numbers: list[int]) -> None:
     shades = Shades(numbers)
     used = [shades.of(number) for number in sorted(numbers)]
@@ -138,12 +136,9 @@ def test_more_prompts_never_have_a_lower_shade(numbers: list[int]) -> None:
     assert len(set(names)) == len(names) == len(set(used))
     if list(numbers) == [2, 3, 8, 24, 25, 200, 10_000]:
         assert names == ["2 – 3", "8", "24 – 25", "200", "10,000"]
-
-
-def test_numbers_that_differ_have_shades_that_differ() -> None:
-    plan = plan_of([[1, 2, 3, 4, at] for at in range(10, 34)] + [[5, 6, 7, 8, at] for at in range(40, 48)])
-    used = {f"hfb-s{Shades([24, 8]).of(members)}" for members in (24, 8)}
-    assert all(f'rect class="{kind}' in plan._repr_html_() for kind in used) and len(used) == 2
+    if numbers == [24, 8]:
+        html = plan_of([[at // 24, 1, 2, at] for at in range(32)])._repr_html_()
+        assert len(set(used)) == 2 and all(f'rect class="hfb-s{shade}' in html for shade in used)
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -253,10 +248,8 @@ def test_errors_ids_and_empty_answers(decode: Any) -> None:
         Generation(2, 0, "", [2], [4, 5], "stop"),
     ]
     page = view_of(BatchResult(rows, None, decode))
-    for shown in ("prompt is too <long>", "4 5", "7 8", "(empty)"):
-        assert shown in page.text
-    assert "hfb-error" in page.html
-    assert view_of(BatchResult([], None)).text.count("0 generations") == 2
+    assert all(shown in page.text for shown in ("prompt is too <long>", "4 5", "7 8", "(empty)"))
+    assert "hfb-error" in page.html and view_of(BatchResult([], None)).text.count("0 generations") == 2
 
 
 def test_long_prompts_show_both_ends_and_no_more_is_decoded() -> None:
@@ -288,11 +281,6 @@ def test_long_prompts_and_contexts_are_cut_between_words() -> None:
             shown = re.findall(r">([^<>]*remarkable[^<>]*)<", view_of(result).html.split("hfb-view")[-1])
             pieces = " ".join(shown).replace("…", " ").split()
             assert len(pieces) > 6 and all(re.fullmatch(r"remarkable\d{3}", piece) for piece in pieces)
-
-
-def test_results_can_be_pickled_whatever_decodes_them() -> None:
-    result = pickle.loads(pickle.dumps(result_of(["a"], decode=lambda ids: "prompt text")))
-    assert result.texts == ["a"] and "0 5 6" in view_of(result).text
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -368,22 +356,16 @@ def every_view_of(text: Any) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("what", VIEWS)
-def test_text_of_users_is_text(what: str) -> None:
-    page = view_of(dict(every_view_of(NASTY))[what])  # asserts that there are no tags but ours, and no odd characters
-    start = "a & b &amp; \"'` " + SCRIPT
-    assert start in page.text.replace("\n", "") and any(start in title for title in page.titles)
+@pytest.mark.parametrize(
+    "text", [NASTY, "", " ", "\n\n", "\ud83d", "\x00", "…" * 5000, IMAGE, "𝕏\u0301" * 300, "\u202e" * 9]
+)
+def test_text_of_users_is_text(what: str, text: str) -> None:
+    page = view_of(dict(every_view_of(text))[what])  # asserts that there are no tags but ours, and no odd characters
+    if text == NASTY:
+        start = "a & b &amp; \"'` " + SCRIPT
+        assert start in page.text.replace("\n", "") and any(start in title for title in page.titles)
     assert page.html.count("<style>") == 1
-
-
-@pytest.mark.parametrize("what", VIEWS)
-@pytest.mark.parametrize("text", ["", " ", "\n\n", "\ud83d", "\x00", "…" * 5000, IMAGE, "𝕏\u0301" * 300, "\u202e" * 9])
-def test_odd_texts(what: str, text: str) -> None:
-    view_of(dict(every_view_of(text))[what])
-
-
-def test_dollars_are_no_formulas() -> None:
-    for _, view in every_view_of("from $5 to $10"):
-        assert view_of(view).attributes[0] == ("class", "hfb mathjax_ignore tex2jax_ignore"), "around everything"
+    assert page.attributes[0] == ("class", "hfb mathjax_ignore tex2jax_ignore"), "dollars around it are no formulas"
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0])
