@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_batchllm import BatchGenerator, BatchResult, GenerationInterrupted, plan_prompts
 from hf_batchllm.engine.cost import StepCosts, cost_of_head
-from hf_batchllm.engine.progress import Progress, expected_tokens, longest_of, whole_run
+from hf_batchllm.engine.progress import CallBar, Progress, expected_tokens, longest_of, whole_run
 from hf_batchllm.inputs import preparing
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
@@ -173,7 +173,9 @@ def played(
     left = dict.fromkeys(waiting, tokens)
     bar = SimpleNamespace(disable=False, mininterval=0.0, n=0.0, total=1.0)
     bar.set_description_str = bar.refresh = lambda *_, **__: None
-    shown = Progress(bar, waiting, prompts * tokens, 0.0, StepCosts(on_gpu=False), rows=min(prompts, room), clock=clock)
+    shown = Progress(
+        CallBar(bar, prompts, 0.0), waiting, prompts * tokens, StepCosts(), rows=min(prompts, room), clock=clock
+    )
     begin, running = clock.now, list[Request]()
     expected: list[tuple[float, float]] = []
     while waiting or running:

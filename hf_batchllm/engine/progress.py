@@ -75,9 +75,43 @@ def whole_run(records: int, before: int, shown: bool) -> Iterator[WholeRun]:
             _whole_run.reset(token)
 
 
-def run_of_calls() -> WholeRun | None:
-    """The run that this call is a part of, if it is one."""
-    return _whole_run.get()
+class CallBar:
+    """The bar over a call: one of its own, or that of the run which the call is a part of."""
+
+    def __init__(self, bar: tqdm, results: int, saving: float, whole: WholeRun | None = None) -> None:
+        self._bar = bar
+        self._results = results
+        self._saved = f" · {saving:.0%} saved" if saving >= 0.005 else ""
+        self.whole = whole
+        self.disable = bar.disable
+        self.mininterval: float = getattr(bar, "mininterval", 0.0)  # a bar that is not shown has none
+
+    def draw(self, finished: int, share: float, passed: float, left: float | None, said: str) -> None:
+        """share: of the call that is done. passed, left: seconds of the call; None where nothing is known yet."""
+        whole, done = self.whole, f"{finished:,} / {self._results:,} done"
+        if whole is not None:
+            if left is not None:
+                share, left = whole.place(share, left)
+            passed = whole.clock() - whole.began
+            done = f"{whole.done:,} / {whole.records:,} done{f' ({whole.before:,} before)' if whole.before else ''}"
+        clock = f"[{tqdm.format_interval(passed)}<{'?' if left is None else tqdm.format_interval(left)}]"
+        self._bar.set_description_str(f"{clock} {said} · {done}{self._saved}", refresh=False)
+        self._bar.n = max(self._bar.n, min(share, 1.0))  # it does not go back where an estimate rises
+        self._bar.refresh()
+
+
+@contextmanager
+def call_bar(results: int, things: str, saving: float, wanted: bool | None) -> Iterator[CallBar]:
+    """``wanted``: None shows a bar for long lists, if transformers' bars are on. ``things``: what results are of."""
+    whole = _whole_run.get()
+    if whole is not None:
+        yield CallBar(whole.bar, results, saving, whole)
+        return
+    # Steps differ widely in time, so the bar may be redrawn after each of them.
+    shown = bars_shown(wanted, results >= _LONG)
+    with open_bar(shown, total=1.0, bar_format=_FORMAT, desc=f"{results:,} {things}") as bar:
+        yield CallBar(bar, results, saving)
+        bar.refresh()
 
 
 class Progress:
@@ -88,25 +122,20 @@ class Progress:
 
     def __init__(
         self,
-        bar: tqdm,
+        bar: CallBar,
         requests: Sequence[Request],
         prompt_tokens: int,
-        saving: float,
         costs: StepCosts,
         *,
         rows: float = 1.0,
-        scores: int | None = None,
-        whole: WholeRun | None = None,
+        scores: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._bar = bar
         self._costs = costs
-        self._whole = whole
         self._scores = scores
-        self._results = len(requests) if scores is None else scores
         if bar.disable:  # nothing is counted
             requests = ()
-        self._saved = f" · {saving:.0%} saved" if saving >= 0.005 else ""
         self._clock = clock
         self._began = self._latest = self._shown_at = clock()
         # Prompts are read, and answers written, as far as these.
@@ -202,7 +231,7 @@ class Progress:
             answers, longest = max(answers - self._waiting, 0.0), longest - 1
         # Prompts first and then the longest answer, or wave after wave where memory is short.
         a_step = self._run_of_prompts / max(self._steps_with_prompts, 1) or float(unread)
-        in_waves = answers / min(self._rows, unfinished)
+        in_waves = answers / max(min(self._rows, unfinished), 1.0)
         return self._costs(max(unread / max(a_step, 1.0) + longest, in_waves), unread, answers)
 
     # -- what is shown -------------------------------------------------------------------------------------------
@@ -212,17 +241,10 @@ class Progress:
         left = self.seconds_left() if self._unfinished else 0.0
         passed = now - self._began
         share = 1.0 if not self._unfinished else passed / max(passed + left, _LEAST_STEP)
-        passed_in_all = passed
-        if self._whole is not None:
-            share, left = self._whole.place(share, left)
-            passed_in_all = self._whole.clock() - self._whole.began
-        clock = f"[{tqdm.format_interval(passed_in_all)}<{tqdm.format_interval(left)}]"
-        self._bar.set_description_str(f"{clock} {self._phase()} · {self._done()}{self._saved}", refresh=False)
-        self._bar.n = max(self._bar.n, min(share, 1.0))  # it does not go back where an estimate rises
-        self._bar.refresh()
+        self._bar.draw(self._finished, share, passed, left, self._phase())
 
     def _phase(self) -> str:
-        if self._scores is not None:
+        if self._scores:
             passed = self._latest - self._began
             rate = self._finished / passed if passed else 0.0
             return f"reading {self._read:,} / {self._all_prompt_tokens:,} · {rate:,.0f} scores/s"
@@ -230,12 +252,6 @@ class Progress:
         if self._is_reading:
             return f"reading prompts {self._read:,} / {self._all_prompt_tokens:,} · {rate:,.0f} tok/s"
         return f"writing {self._written:,} / {self._written + max(self._unwritten, 0):,} · {rate:,.0f} tok/s"
-
-    def _done(self) -> str:
-        whole = self._whole
-        if whole is None:
-            return f"{self._finished:,} / {self._results:,} done"
-        return f"{whole.done:,} / {whole.records:,} done" + (f" ({whole.before:,} before)" if whole.before else "")
 
 
 @contextmanager
@@ -255,22 +271,14 @@ def progress_bar(
     costs: makes what learns the costs of steps. rows: sequences that memory has room for. scores: how many are read
     from the requests, in a call of ``score``.
     """
-    whole = _whole_run.get()
-    if whole is not None:
-        whole.costs = whole.costs or (StepCosts() if whole.bar.disable else costs())
-        yield Progress(whole.bar, requests, prompt_tokens, saving, whole.costs, rows=rows, scores=scores, whole=whole)
-        return
     results = len(requests) if scores is None else scores
-    kind = "prompts" if scores is None else "scores"
-    if any(request.sample for request in requests):
-        kind = "samples"
-    # Steps differ widely in time, so the bar may be redrawn after each of them.
-    shown = bars_shown(wanted, results >= _LONG)
-    with open_bar(shown, total=1.0, bar_format=_FORMAT, desc=f"{results:,} {kind}") as bar:
-        yield Progress(
-            bar, requests, prompt_tokens, saving, costs() if shown else StepCosts(), rows=rows, scores=scores
-        )
-        bar.refresh()
+    things = "samples" if any(request.sample for request in requests) else "prompts" if scores is None else "scores"
+    with call_bar(results, things, saving, wanted) as bar:
+        learnt = bar.whole.costs if bar.whole is not None else None
+        learnt = learnt or (StepCosts() if bar.disable else costs())
+        if bar.whole is not None:
+            bar.whole.costs = learnt  # for the next call
+        yield Progress(bar, requests, prompt_tokens, learnt, rows=rows, scores=scores is not None)
 
 
 def expected_tokens(limit: float, chance: float) -> float:
