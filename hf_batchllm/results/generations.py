@@ -134,11 +134,10 @@ class BatchResult(Rows[Generation]):
 
     def _lines(self) -> list[str]:
         """Each says whose it is, if the row's number does not."""
-        sampled = any(row.sample for row in self)
-        if not sampled and all(row.index == place for place, row in enumerate(self)):
-            return [_short(row, "") for row in self[:_LINES]]
-        samples = (f", sample {row.sample}" if sampled else "" for row in self)
-        return [_short(row, f"prompt {row.index}{which}: ") for row, which in zip(self[:_LINES], samples, strict=False)]
+        whose = "prompt {0.index}: " if any(row.index != place for place, row in enumerate(self)) else ""
+        if any(row.sample for row in self):
+            whose = "prompt {0.index}, sample {0.sample}: "
+        return [_short(row, whose.format(row)) for row in self[:_LINES]]
 
     def _how_it_went(self, report: RunReport) -> str:
         return (
