@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support_accelerated import word_tokenizer
 from support_families import build
-from support_file_stand_ins import Runs
 
 import hf_batchllm
 from hf_batchllm.cli import main
@@ -25,14 +24,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     build("llama").save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    made = Runs()
-    monkeypatch.setattr("hf_batchllm.files.record_loop.run_records", made.run_file)
-    monkeypatch.setattr("hf_batchllm.files.run_options.open_output", made.open_output)
-    return made
 
 
 @pytest.fixture

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,39 +12,6 @@ from hf_batchllm.files.run_options import RunOptions
 from hf_batchllm.files.sources import Source
 
 KEY = "0123456789ab"
-
-
-@dataclass
-class Summary:
-    errors: int = 0
-    text: str = "done"
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass
-class Runs:
-    """What the stand-in was called with."""
-
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    fail: Callable[[Any], None] | None = None  # raises, once the model is there
-
-    @contextmanager
-    def open_output(self, target: str, *given: Any, **named: Any) -> Iterator[str]:
-        yield ""  # it holds no results
-
-    def run_file(self, gen: Any, source: Source, target: str, *, reader: RecordReader, **more: Any) -> Summary:
-        self.calls.append({"reader": reader, **more})
-        generator = gen()
-        try:
-            if self.fail is not None:
-                self.fail(generator)
-            lines, errors = run_lines(generator, source, reader, **more)
-        finally:
-            generator.close()
-        Path(target).write_bytes(b"".join(line + b"\n" for line in lines))
-        return Summary(errors)
 
 
 def run_lines(

@@ -145,16 +145,12 @@ def test_what_makes_all_lines_bad_is_said_once(
         (
             raising(RuntimeError("shapes do not fit")),
             1,
-            "the run was stopped by RuntimeError: shapes do not fit (--traceback shows where). The finished results "
-            "are in out.jsonl: the same command continues from them",
+            "the run was stopped by RuntimeError: shapes do not fit (--traceback shows where). 1 of 2 results are in "
+            "out.jsonl: run the same again, and it goes on from them\n",
         ),
-        (
-            raising(KeyboardInterrupt()),
-            130,
-            "interrupted. The finished results are in out.jsonl: the same command continues from them",
-        ),
-        (lambda *given, **named: os.kill(os.getpid(), signal.SIGTERM), 143, "interrupted."),
-        (lambda *given, **named: os.kill(os.getpid(), signal.SIGHUP), 129, "interrupted."),
+        (raising(KeyboardInterrupt()), 130, "interrupted: 1 of 2 results are in out.jsonl: run the same again"),
+        (lambda *given, **named: os.kill(os.getpid(), signal.SIGTERM), 143, "interrupted: 1 of 2"),
+        (lambda *given, **named: os.kill(os.getpid(), signal.SIGHUP), 129, "interrupted: 1 of 2"),
     ],
 )
 def test_exit_codes_of_runs_that_stop(
@@ -222,8 +218,8 @@ def test_a_run_that_is_refused_or_interrupted_leaves_no_files(
     written({"prompt": "w5"}, {"prompt": "w6"})
     capsys.readouterr()
     assert interrupted() == (
-        f"hf-batchllm: 1 of 2 results are there; loading {saved}\nhf-batchllm: error: interrupted. "
-        "The finished results are in out.jsonl: the same command continues from them\n"
+        f"hf-batchllm: 1 of 2 results are there; loading {saved}\nhf-batchllm: error: interrupted: 1 of 2 results are "
+        "in out.jsonl: run the same again, and it goes on from them.\n"
     )
     assert Path("out.jsonl").read_bytes() == before
     with open("out.jsonl", "ab") as other:

@@ -229,7 +229,7 @@ def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("out.jsonl", r"are in .*out\.jsonl, and the same call"),
+        ("out.jsonl", r"7 of 60 results are in .*out\.jsonl: run the same again"),
         ("out.csv", r"out\.csv\.part\.jsonl \(.*comes at the end"),
     ],
 )

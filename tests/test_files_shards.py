@@ -201,8 +201,8 @@ def test_a_part_is_that_of_the_same_file(generator: BatchGenerator, folder: Path
 
 def test_where_a_part_cannot_be_written(generator: BatchGenerator, folder: Path) -> None:
     for target, error, why in (
-        ("-", OutputFileError, "stdout is no file"),
-        ("/dev/null", OutputFileError, "/dev/null is no file"),
+        ("-", OutputFileError, "and - is a stream"),
+        ("/dev/null", OutputFileError, "and /dev/null is a stream"),
         (folder / "in.jsonl", OutputFileError, "is the input"),
         (folder / "out.txt", OutputFileError, "cannot hold"),
     ):

@@ -7,18 +7,21 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..config import BatchConfig
+from ..files.records import PromptRecord, RecordReader
+from ..files.report import FileReport
 from ..files.settings import GenerationSettings
+from ..files.sources import Source
 from ..notices import warn_user
-from .console import UsageError, reason
-from .values import FirstRecords
+from .arguments import config_from
+from .console import Console, UsageError, reason
+from .values import FirstRecords, first_records
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FIRST = "default"  # PEFT's name for the adapter of a folder that is loaded by itself
+_WITHOUT_ADAPTER = (
+    "the first lines choose no `adapter`, and so run without those of --adapter: --set adapter={first} chooses one for "
+    "all lines that choose none"
+)
 _HINTS = {  # words in an error of another library -> what to do about it here
     "safetensors": "Only safetensors are loaded, as other files may run code. If you trust a model, convert it once: "
     "AutoModelForCausalLM.from_pretrained(NAME, use_safetensors=False).save_pretrained(FOLDER)",
@@ -36,29 +43,54 @@ _HINTS = {  # words in an error of another library -> what to do about it here
 }
 
 
-@dataclass
 class Loader:
-    """Called once, if there is anything to run. ``called``: all that needs no model has been checked, and the output
-    begun. ``loaded``: the run has begun, so a later error stops it half-way."""
+    """The ``Model`` of a run, loaded if there is anything to run. ``loaded``: an error stops the run half-way."""
 
-    asked: argparse.Namespace
-    config: BatchConfig
-    base: GenerationSettings
-    first: FirstRecords
-    adapters: Mapping[str, str]
-    called: bool = False
-    loaded: bool = False
+    def __init__(self, asked: argparse.Namespace, base: GenerationSettings, console: Console) -> None:
+        self.asked, self.base, self.console = asked, base, console
+        self.config, self.adapters = config_from(asked), adapters_from(asked)
+        if asked.tp and not asked.gpus:
+            raise UsageError("--tp says how many of the GPUs of --gpus have a model together: pass --gpus, too")
+        self.loaded = False
 
-    def __call__(self) -> RecordEngine:
+    @property
+    def name(self) -> str:
+        return str(self.asked.model)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        base, tokenizer = base_of(self.name), self.asked.tokenizer
+        return {
+            "model": _full_name(self.name),
+            "revision": self.asked.revision,
+            "tokenizer": None if tokenizer is None else _full_name(tokenizer),
+            "dtype": self.asked.dtype,
+            "base": None if base is None else _full_name(base),
+            "adapters": {name: _full_name(path) for name, path in sorted(self.adapters.items())} or None,
+        }
+
+    def expect(self, reader: RecordReader, source: Source, first: Sequence[PromptRecord]) -> None:
+        self.first = first_records(self.asked, reader, source, first)
+        if self.adapters and self.base.adapter is None and not self.first.name_adapters:
+            self.console.warning(_WITHOUT_ADAPTER.format(first=next(iter(self.adapters))))
+
+    @contextmanager
+    def ready(self, report: FileReport) -> Iterator[RecordEngine]:
+        check_folders(self.asked)
+        there = f"{report.before:,} of {report.records:,} results are there; " if report.before else ""
+        self.console.note(f"{there}loading {self.name}")
+        began = time.perf_counter()
         from ..files.record_engine import RecordEngine, problem_in_silence
 
-        self.called = True
         engine = RecordEngine(self._generator())
-        if (why := engine.ask(problem_in_silence, self.base)) is not None:
+        try:
+            if (why := engine.ask(problem_in_silence, self.base)) is not None:
+                raise UsageError(why)
+            self.loaded = True
+            report.loading_seconds = time.perf_counter() - began
+            yield engine
+        finally:
             engine.close()
-            raise UsageError(why)
-        self.loaded = True
-        return engine
 
     def _generator(self) -> BatchGenerator | GeneratorPool:
         from ..generator import BatchGenerator
@@ -238,6 +270,11 @@ def _with_adapters(model: Any, asked: argparse.Namespace, adapters: Mapping[str,
     if not first:
         wrapped.base_model.disable_adapter_layers()
     return wrapped
+
+
+def _full_name(name: str) -> str:
+    """A folder's full path: a folder of the same name elsewhere is another model."""
+    return os.path.realpath(name) if os.path.isdir(name) else name
 
 
 def _is_lost(name: str) -> bool:

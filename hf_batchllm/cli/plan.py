@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files.records import PromptRecord, RecordReader
+from ..files.records import PromptRecord, RecordReader, check_first_records, make_reader
 from ..files.sources import Source, open_source
 from ..inputs.prompt_options import as_lists
 from ..inputs.prompts import Prompt, check_prompts
@@ -21,7 +21,7 @@ from ..results.sharing_plan import SharingPlan
 from .arguments import config_from, plan_parser
 from .console import DONE, SOME_ERRORS, USAGE, Console, UsageError, interruptible, reason
 from .loading import bars_of_loading, check_folders, load_tokenizer
-from .values import first_records, layout_from, reader_from, settings_from
+from .values import first_records, layout_from, settings_from
 
 _MOST_ERRORS_SHOWN = 8
 _PAGE = """\
@@ -78,11 +78,9 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
     if asked.html is not None:
         with open(asked.html, "a", encoding="utf-8"):
             pass  # a wrong place is an error now, and not when all is planned
-    source = open_source(asked.source, asked.format, note=console.note)
-    try:
-        base = settings_from(asked)
-        reader = reader_from(asked, source, layout, base)
-        first = first_records(reader, source, asked.limit)
+    with open_source(asked.source, asked.format, note=console.note) as source:
+        reader = make_reader(source, layout, settings_from(asked), asked.dialect)
+        first = first_records(asked, reader, source, check_first_records(reader, source, asked.limit))
 
         @cache
         def tokenizer() -> Any:
@@ -102,8 +100,6 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
                 plan.add_labels(prompts, lambda ids: tokenizer().decode(ids, skip_special_tokens=True))
             file_plan.plans.append(plan)
         return file_plan
-    finally:
-        source.close()
 
 
 def _windows(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..files.records import ALL_FIELDS, OPENAI, RecordLayout, RecordReader, check_first_records, make_reader
+from ..files.records import ALL_FIELDS, OPENAI, PromptRecord, RecordLayout, RecordReader
 from ..files.settings import NO_SETTINGS, GenerationSettings, read_assignments, read_settings
 from ..files.sources import Source
 from ..files.templates import Template
@@ -29,8 +30,13 @@ class FirstRecords:
     place: str  # of the first of them, as a person names it
 
 
-def first_records(reader: RecordReader, source: Source, limit: int | None = None) -> FirstRecords:
-    records = check_first_records(reader, source, limit)
+def first_records(
+    asked: argparse.Namespace, reader: RecordReader, source: Source, records: Sequence[PromptRecord]
+) -> FirstRecords:
+    """``records``: the first ones that can be run. UsageError for an option that does not go with them."""
+    given = [option(name) for name in _NOT_WITH_BATCHES if getattr(asked, name, None)]
+    if reader.dialect == OPENAI and given:
+        raise UsageError(f"{given[0]} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
     chats = [is_chat(each.prompt) for each in records]
     return FirstRecords(
         have_texts=any(chats) or any(isinstance(each.prompt, str) for each in records),
@@ -71,17 +77,3 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
     for name in given.keys() & assigned:
         raise UsageError(f"{name} is given twice, with --set and with its own option: keep one of them")
     return read_settings(given | assigned).over(getattr(asked, "generation_config", NO_SETTINGS))
-
-
-def reader_from(
-    asked: argparse.Namespace,
-    source: Source,
-    layout: RecordLayout,
-    base: GenerationSettings,
-    images: ImageSources | None = None,
-) -> RecordReader:
-    reader = make_reader(source, layout, base, asked.dialect, images)
-    given = [option(name) for name in _NOT_WITH_BATCHES if getattr(asked, name, None)]
-    if reader.dialect == OPENAI and given:
-        raise UsageError(f"{given[0]} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
-    return reader

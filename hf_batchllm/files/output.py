@@ -58,17 +58,6 @@ def open_output(
     return FileOutput(path, kind, source, records if source is None else source.count, fsync, restart, note)
 
 
-def kept_in(path: str, format: str | None = None) -> str:
-    """Where a run that is not finished has its results, in words that follow "are"; "" where there are none."""
-    if is_stream(path):
-        return ""
-    is_table = format_of(path, format, OutputFileError) in TABLES
-    journal = journal_path(real_path(path) if os.path.islink(path) else path, is_table)
-    if not (os.path.isfile(journal) and os.path.getsize(journal)):
-        return ""
-    return f"in {journal} ({path} itself comes at the end)" if is_table else f"in {path}"
-
-
 def journal_path(output: str, is_table: bool) -> str:
     """The file that takes each result as it comes."""
     return f"{output}.part.jsonl" if is_table else output
@@ -100,13 +89,14 @@ class FileOutput:
         note: Callable[[str], None],
     ) -> None:
         self.path = real_path(path)
+        self._name = self.path if os.path.islink(path) else path
         self.complete = False
         self._kind, self._restart, self._note = kind, restart, note
         self._table = kind in TABLES
         self._record_path = record_path(self.path)
         self._old: RunRecord | None = None  # of the run that is continued
         self._record: RunRecord | None = None  # of this run
-        self._retry_errors = self._started = False
+        self._retry_errors = self.started = False
         self._table_written = False
         self._afresh = RESTART_HINT.format(path=self.path)
         self._make_journal = lambda: Journal(
@@ -167,6 +157,14 @@ class FileOutput:
     def __len__(self) -> int:
         """How many results it holds."""
         return (self._old.results or 0) if self.complete and self._old is not None else len(self._journal)
+
+    @property
+    def kept(self) -> str:
+        """Where a run that is not finished has its results, in words that follow "are"; "" where there are none."""
+        if not len(self):
+            return ""
+        journal = journal_path(self._name, self._table)
+        return f"in {journal} ({self._name} itself comes at the end)" if self._table else f"in {journal}"
 
     @property
     def has_result(self) -> np.ndarray:
@@ -295,7 +293,7 @@ class FileOutput:
         with contextlib.suppress(OSError):
             os.unlink(temporary_beside(self.path))  # of a run that was killed
         self._write_record()
-        self._started = True  # from here on the run record is this run's
+        self.started = True  # from here on the run record is this run's
         self._journal.prepare()
 
     def _move_away(self) -> None:
@@ -345,8 +343,8 @@ class FileOutput:
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"
-        done_before = not self._started and self._old is not None and self._old.finished is not None
-        if not self._started and not done_before:
+        done_before = not self.started and self._old is not None and self._old.finished is not None
+        if not self.started and not done_before:
             self._start()
         if not self._table:
             self._journal.compact(order)
@@ -374,7 +372,7 @@ class FileOutput:
     def close(self) -> None:
         """Appended results stay. What a run without a result has made goes."""
         finished = self._record is not None and self._record.finished is not None
-        if self._started and not finished and not len(self):
+        if self.started and not finished and not len(self):
             with contextlib.suppress(OSError):
                 os.unlink(self._record_path)
         # The journal of a table goes last: until then the next run would only write the table again.

@@ -6,7 +6,7 @@ What has to look at the model is a function of a generator. A pool has one of it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,24 @@ class RecordEngine:
     def facts(self) -> ModelFacts:
         facts: ModelFacts = self.ask(_facts)
         return facts
+
+    # As a ``Model`` of ``run.py``, which is there already
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"model": self.facts.name, "dtype": self.facts.dtype, **self.facts.state}
+
+    def expect(self, *given: Any) -> None:
+        """The run itself shows what it cannot answer."""
+
+    def ready(self, report: object) -> AbstractContextManager[RecordEngine]:
+        return nullcontext(self)
+
+    # Asked of the model
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:

@@ -6,18 +6,15 @@ so a run that was stopped anywhere and continued gives the same results as a run
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..engine.progress import WholeRun, whole_run
-from ..errors import FilesError, InputFileError, PromptError
+from ..errors import InputFileError, PromptError
 from ..inputs.chats import is_chat
 from ..inputs.grammar_options import as_list
 from ..inputs.images.image_parts import sources_of
@@ -26,15 +23,14 @@ from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
 from ..sampling.nothing_to_draw import NothingToDrawError
-from .output import FileOutput, kept_in
+from .output import FileOutput
 from .record_engine import LineConfig, RecordEngine
-from .records import OPENAI, BadPromptRecord, PromptRecord, RecordReader
+from .records import BadPromptRecord, PromptRecord, RecordReader
 from .report import FileReport
-from .results import ResultWriter, TokenTexts
+from .results import ResultWriter
+from .run import refusal
 from .run_options import RunOptions
-from .run_record import RunRecord
 from .settings import GenerationSettings
-from .shards import Part
 from .sources import Source, record_key
 from .streams import StreamOutput
 
@@ -43,88 +39,10 @@ _BYTES_OF_A_PIXEL = 24  # as the processors of Qwen's models make it, twice in f
 _MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
 _MIN_LOGPROBS = 20  # of each token: the most that OpenAI's interface returns
 _MOST_FAILING_ALONE = 8  # records whose scores are no numbers, before a run without any good result is given up
-_MOST_PROBLEMS_SHOWN = 8  # bad records spelled out in an error
-
-
-def run_records(
-    gen: RecordEngine | Callable[[], RecordEngine],
-    source: Source,
-    target: str,
-    *,
-    output: FileOutput | StreamOutput,  # open, of this target
-    reader: RecordReader,  # its ``base`` holds the settings of the run
-    options: RunOptions,
-    identity: Mapping[str, Any],  # what results depend on: a run that continues must have the same
-    model_name: str,
-    note: Callable[[str], None],
-    part: Part | None = None,  # which records are run, if not all
-    loading_seconds: float = 0.0,  # in which the library was loaded, where that is part of the run
-) -> FileReport:
-    """``gen``: what runs them, or a function that makes it and is called only if there are records to run."""
-    began, loading = time.perf_counter(), 0.0
-    numbers = np.arange(min(source.count, options.limit or source.count)) if part is None else part.numbers
-    asked = RunRecord(dict(identity), options.seed, input=source.summary(), shard=part.summary() if part else {})
-    record = output.begin(asked, numbers, source, seed=part.seed if part else None, retry_errors=options.retry_errors)
-    todo = output.missing()
-    report = FileReport(target, records=len(numbers), before=len(numbers) - len(todo))
-    report.part = part.shard.words if part else None
-    report.errors_in = "response.body.error" if reader.dialect == OPENAI else "error"
-    done = numbers[~np.isin(numbers, todo)]
-    report.errors = int(record.figures.get("errors") or 0) if output.complete else int(output.is_error[done].sum())
-    if options.on_error == "raise":
-        _refuse_bad_records(reader, source, todo)
-    with ExitStack() as opened:
-        if len(todo):
-            if isinstance(gen, RecordEngine):
-                engine = gen
-            else:
-                there = f"{report.before:,} of {report.records:,} results are there; " if report.before else ""
-                note(f"{there}loading {model_name}")
-                loads = time.perf_counter()
-                engine = gen()
-                loading = time.perf_counter() - loads
-                report.loading_seconds = loading_seconds + loading
-                opened.callback(engine.close)
-            output.start(engine.fingerprint)
-            writer = ResultWriter(
-                reader.dialect,
-                tokens=TokenTexts(engine.tokenizer),
-                token_ids=options.token_ids,
-                model=model_name,
-                where=source.where,
-                created=int(datetime.datetime.fromisoformat(record.created).timestamp()),
-                note=note,
-            )
-            try:
-                _FileRun(engine, source, output, reader, writer, options, record.seed or 0, report).run_windows(todo)
-            except Exception as error:
-                kept, place = report.before + report.written, kept_in(target, options.format)
-                if kept and not isinstance(error, FilesError) and place:
-                    all_of_them = f"{kept:,} of {report.records:,} results are {place}"
-                    error.add_note(f"{all_of_them}: run the same again, and it goes on from them")
-                raise
-        report.seconds = time.perf_counter() - began - loading
-        output.finish(options.order, report.figures())
-        report.seconds = time.perf_counter() - began - loading
-    return report
-
-
-def _refuse_bad_records(reader: RecordReader, source: Source, todo: np.ndarray) -> None:
-    """Reads all records once before any is run."""
-    found = (reader.read(number, raw) for number, raw in source.read(todo))
-    problems = [str(record) for record in found if isinstance(record, BadPromptRecord)]
-    if problems:
-        raise _refusal(f"{source.name} has records that cannot be run:", problems)
-
-
-def _refusal(headline: str, problems: Sequence[str]) -> InputFileError:
-    hidden = len(problems) - _MOST_PROBLEMS_SHOWN
-    more = [f"... and {hidden:,} more"] if hidden > 0 else []
-    return InputFileError("\n  ".join([headline, *problems[:_MOST_PROBLEMS_SHOWN], *more]))
 
 
 @dataclass
-class _FileRun:
+class RecordLoop:
     engine: RecordEngine
     source: Source
     output: FileOutput | StreamOutput
@@ -208,7 +126,7 @@ class _FileRun:
             problems = [
                 f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
             ]
-            raise _refusal(f"{self.source.name} has prompts that cannot be run:", problems) from error
+            raise refusal(f"{self.source.name} has prompts that cannot be run:", problems) from error
         self.report.add(self.engine.last_report)
 
     def _resolved(self, settings: GenerationSettings) -> LineConfig:

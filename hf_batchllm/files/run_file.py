@@ -20,17 +20,15 @@ from ..pool.generator_pool import GeneratorPool
 from ..pool.rank_generator import RankGenerator
 from ..wording import a_kind
 from .merge_shards import merge_shards
-from .output import kept_in
 from .paths import real_path
 from .record_engine import RecordEngine, settings_in_config
-from .record_loop import run_records
-from .records import ALL_FIELDS, RecordLayout, check_first_records, make_reader
+from .records import ALL_FIELDS, RecordLayout
 from .report import FileReport
+from .run import run_records
 from .run_options import RunOptions
-from .run_record import record_path, run_identity
-from .settings import GenerationSettings, read_settings
+from .run_record import record_path
+from .settings import read_settings
 from .shards import Shard, read_shard, shards_beside
-from .sources import open_source
 from .templates import Template
 
 _SUMMED = (
@@ -141,16 +139,31 @@ def run_file(
         keep=ALL_FIELDS if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
     )
     images = _images(gen, image_folder, image_urls)
+
+    def run(own: BatchGenerator | GeneratorPool, options: RunOptions) -> FileReport:
+        engine = RecordEngine(own)
+        return run_records(
+            engine,
+            source,
+            target,
+            layout=layout,
+            base=base,
+            options=options,
+            images=images,
+            note=warn_user,
+            format=format,
+        )
+
     if isinstance(gen, RankGenerator):
         if shard is not None:
             raise FilesError("each rank runs a part of the file by itself: leave out `shard`")
 
         def run_part(own: BatchGenerator, part: Shard | None) -> FileReport:
             shown = progress if not gen.rank else False
-            return _run(own, source, target, format, replace(options, shard=part, progress=shown), layout, base, images)
+            return run(own, replace(options, shard=part, progress=shown))
 
         return _run_on_ranks(gen, run_part, os.fspath(target), output_format, restart)
-    return _run(gen, source, target, format, options, layout, base, images)
+    return run(gen, options)
 
 
 def _images(
@@ -165,45 +178,6 @@ def _images(
             "or run a part of the file (`shard`) with a BatchGenerator in each process"
         )
     return None
-
-
-def _run(
-    gen: BatchGenerator | GeneratorPool,
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    format: str | None,
-    options: RunOptions,
-    layout: RecordLayout,
-    base: GenerationSettings,
-    images: ImageSources | None,
-) -> FileReport:
-    engine = RecordEngine(gen)
-    with open_source(source, format, note=warn_user) as opened:
-        reader = make_reader(opened, layout, base, images=images)
-        check_first_records(reader, opened, options.limit)
-        facts = engine.facts
-        model = {"model": facts.name, "dtype": facts.dtype}
-        more = facts.state if images is None else facts.state | images.identity
-        identity = run_identity(model, layout, base, reader.dialect, options.token_ids, **more)
-        place = options.place(os.fspath(target), opened)
-        try:
-            with options.open_output(place, opened, warn_user) as output:
-                return run_records(
-                    engine,
-                    opened,
-                    place,
-                    output=output,
-                    reader=reader,
-                    options=options,
-                    identity=identity,
-                    model_name=facts.name,
-                    note=warn_user,
-                    part=options.part(opened, reader.prompt_text),
-                )
-        except KeyboardInterrupt:
-            there = kept_in(place, options.format)
-            kept = f": the finished results are {there}, and the same call continues from them" if there else ""
-            raise KeyboardInterrupt(f"interrupted{kept}") from None
 
 
 # -- the ranks of torchrun ---------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def is_stream(path: str) -> bool:
 class StreamOutput:
     """It has the methods of ``FileOutput``."""
 
-    complete = False
+    complete = started = False
+    kept = ""
 
     def __init__(self, path: str, source: Source | None = None) -> None:
         self.path = path
