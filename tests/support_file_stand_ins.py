@@ -24,7 +24,6 @@ def run_lines(
         token_ids=options.token_ids,
         model=model_name,
         created=7,
-        where=source.where,
         note=more.get("note"),
     )
     generator = generator.gen if isinstance(generator, RecordEngine) else generator
@@ -34,7 +33,8 @@ def run_lines(
         resolved = None if isinstance(record, BadPromptRecord) else line_config(generator, record.settings)
         if isinstance(record, BadPromptRecord) or not isinstance(resolved, LineConfig):
             errors += 1
-            lines.append(writer.error(record, KEY, resolved))
+            bad = record if isinstance(record, BadPromptRecord) else record.bad(str(resolved))
+            lines.append(writer.error(bad, KEY))
             continue
         wanted = {} if record.settings.logprobs is None else {"logprobs": record.settings.logprobs}
         seed = record.settings.seed if record.settings.seed is not None else number

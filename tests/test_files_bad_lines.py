@@ -100,7 +100,7 @@ def test_plain_text_is_no_output(generator: BatchGenerator, tmp_path: Path) -> N
     with pytest.raises(OutputFileError, match="may have several lines"):
         run_file(generator, tmp_path / "in.txt", tmp_path / "out.txt", max_new_tokens=1)
     (tmp_path / "packed.txt").write_bytes(b"\x1f\x8b\x08")
-    with pytest.raises(InputFileError, match="is not text"):
+    with pytest.raises(InputFileError, match="is compressed"):
         run_file(generator, tmp_path / "packed.txt", tmp_path / "out.jsonl", max_new_tokens=1)
 
 

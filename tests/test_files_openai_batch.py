@@ -101,7 +101,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
     [
         (request("/v1/responses"), "has the url '/v1/responses': served are /v1/chat/completions and", "url"),
         (request("/v1/embeddings"), "has the url '/v1/embeddings'", "url"),
-        (request(custom_id=7), "7 as its `custom_id`, which is a string", "custom_id"),
+        (request(custom_id=7), "has the `custom_id` 7: it is a string", "custom_id"),
         ({"prompt": "x"}, "has no `custom_id`", "custom_id"),
         ({**request(), "method": "GET"}, "has the method 'GET'", "method"),
         ({**request(), "body": "x"}, "has no `body`", "body"),

@@ -274,7 +274,8 @@ def test_lines_of_the_output() -> None:
     assert identify(line) == (16, KEY, True)
     failed = Generation(0, 0, None, [], [], "error", error="is empty: it has no token ids")
     assert (
-        json.loads(writer.result(prompt_record, KEY, [failed]))["error"] == "the prompt is empty: it has no token ids"
+        json.loads(writer.result(prompt_record, KEY, [failed]))["error"]
+        == "line 17: the prompt is empty: it has no token ids"
     )
     assert identify({"text": "x"}) is None
     odd = good(b'{"prompt": "x", "a": "\\ud800", "b": NaN}', RecordLayout(keep=ALL_FIELDS))

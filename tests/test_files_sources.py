@@ -161,7 +161,7 @@ with open_source("-") as source:
         ("in.json", b'[{"prompt": 1}, {"prompt": 2}]', r"one JSON array.*jq -c '\.\[\]'"),
         ("in.json", b'[\n  {"prompt": 1}\n]\n', "one JSON array"),
         ("in.json", b'{\n  "prompt": 1\n}\n', r"objects over several lines.*jq -c \."),
-        ("in.csv", b"PAR1\x15\x04", "not text"),
+        ("in.csv", b"PAR1\x15\x04", "is a Parquet file"),
         ("in.parquet", b"{}\n", "cannot be read as Parquet"),
         ("in.parquet", b"", "cannot be read as Parquet"),
     ],

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ..files.records import PromptRecord, RecordReader
 from ..files.report import FileReport
 from ..files.settings import GenerationSettings
-from ..files.sources import Source
 from ..notices import warn_user
 from .arguments import config_from
 from .console import Console, UsageError, reason
@@ -69,8 +68,8 @@ class Loader:
             "adapters": {name: _full_name(path) for name, path in sorted(self.adapters.items())} or None,
         }
 
-    def expect(self, reader: RecordReader, source: Source, first: Sequence[PromptRecord]) -> None:
-        self.first = first_records(self.asked, reader, source, first)
+    def expect(self, reader: RecordReader, first: Sequence[PromptRecord]) -> None:
+        self.first = first_records(self.asked, reader, first)
         if self.adapters and self.base.adapter is None and not self.first.name_adapters:
             self.console.warning(_WITHOUT_ADAPTER.format(first=next(iter(self.adapters))))
 

@@ -80,7 +80,7 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
             pass  # a wrong place is an error now, and not when all is planned
     with open_source(asked.source, asked.format, note=console.note) as source:
         reader = make_reader(source, layout, settings_from(asked), asked.dialect)
-        first = first_records(asked, reader, source, check_first_records(reader, source, asked.limit))
+        first = first_records(asked, reader, check_first_records(reader, source, asked.limit))
 
         @cache
         def tokenizer() -> Any:
@@ -114,7 +114,7 @@ def _windows(
                 records.append(read)
             else:
                 file_plan.errors.append(str(read))
-        places = [source.where(record.number) for record in records]
+        places = [record.where for record in records]
         with notices.naming(places.__getitem__):
             checked, problems = check_prompts(
                 [record.prompt for record in records],

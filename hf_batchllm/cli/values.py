@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ..files.records import ALL_FIELDS, OPENAI, PromptRecord, RecordLayout, RecordReader
 from ..files.settings import NO_SETTINGS, GenerationSettings, read_assignments, read_settings
-from ..files.sources import Source
 from ..files.templates import Template
 from ..inputs.chats import is_chat
 from ..inputs.images.image_parts import has_images
@@ -30,9 +29,7 @@ class FirstRecords:
     place: str  # of the first of them, as a person names it
 
 
-def first_records(
-    asked: argparse.Namespace, reader: RecordReader, source: Source, records: Sequence[PromptRecord]
-) -> FirstRecords:
+def first_records(asked: argparse.Namespace, reader: RecordReader, records: Sequence[PromptRecord]) -> FirstRecords:
     """``records``: the first ones that can be run. UsageError for an option that does not go with them."""
     given = [option(name) for name in _NOT_WITH_BATCHES if getattr(asked, name, None)]
     if reader.dialect == OPENAI and given:
@@ -43,7 +40,7 @@ def first_records(
         only_chats=bool(records) and all(chats) and not any(each.settings.brings_template for each in records),
         only_images=bool(records) and all(chats) and all(has_images(each.prompt) for each in records),
         name_adapters=any(each.settings.adapter is not None for each in records),
-        place=source.where(records[0].number) if records else "",
+        place=records[0].where if records else "",
     )
 
 

@@ -11,11 +11,10 @@ from ..wording import a_kind
 
 
 class RecordError(Exception):
-    """A record cannot be run. ``param``: the field that is to blame."""
+    """A record cannot be run. ``param``: the field that is to blame. ``place``: follows the line's number."""
 
-    def __init__(self, why: str, param: str | None = None) -> None:
-        self.why = why
-        self.param = param
+    def __init__(self, why: str, param: str | None = None, place: str = "") -> None:
+        self.why, self.param, self.place = why, param, place
         super().__init__(why)
 
 
@@ -23,12 +22,8 @@ class NoPromptError(RecordError):
     """A record lacks the fields that should make its prompt: an option may be wrong, rather than the record."""
 
 
-class NotJsonError(RecordError):
-    """``place``: follows the line's number, as in ", column 7"."""
-
-    def __init__(self, why: str, place: str) -> None:
-        self.place = place
-        super().__init__(why)
+def wrong(name: str, why: str) -> RecordError:
+    return RecordError(f"`{name}` {why}", name)
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -36,9 +31,10 @@ def parse(raw: bytes) -> dict[str, Any]:
     try:
         record = json.loads(raw.decode(), parse_constant=lambda name: None)
     except UnicodeDecodeError as error:
-        raise NotJsonError(f"is not UTF-8: byte {raw[error.start]:#04x}", f", byte {error.start + 1}") from None
+        why = f"is not UTF-8: byte {raw[error.start]:#04x}"
+        raise RecordError(why, place=f", byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
-        raise NotJsonError(f"is not JSON: {error.msg}", f", column {error.colno}") from None
+        raise RecordError(f"is not JSON: {error.msg}", place=f", column {error.colno}") from None
     except RecursionError:
         raise RecordError("is JSON that is nested too deeply") from None
     except ValueError as error:  # a number with thousands of digits

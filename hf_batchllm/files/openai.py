@@ -13,11 +13,11 @@ from ..inputs.grammar_options import GRAMMAR_OPTIONS
 from ..inputs.images.image_parts import is_image_part
 from ..inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ..wording import a_kind, is_number, shown
-from .json_lines import RecordError
+from .json_lines import RecordError, wrong
 from .settings import NAMES, GenerationSettings, SettingError, nearest, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_ENDPOINTS = (CHAT, COMPLETIONS)
+_SOURCES = {CHAT: "messages", COMPLETIONS: "prompt"}  # the field that is the prompt
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _MOST_TOP_LOGPROBS = 20
 
@@ -93,20 +93,19 @@ def read_request(record: Mapping[str, Any], images: bool = False) -> tuple[Any, 
     """
     _check_envelope(record)
     endpoint, body = record["url"], record["body"]
-    source = "messages" if endpoint == CHAT else "prompt"
     for name, value in body.items():
-        if name in (source, *_SETTINGS, *_IGNORED) or value is None:
+        if name in (_SOURCES[endpoint], *_SETTINGS, *_IGNORED) or value is None:
             continue
         if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
             good = [each for each in _NEUTRAL.get(name, ()) if type(each) is type(value)]
             if not (value in good if name in _NEUTRAL else asks_for_nothing(name, value)):
-                raise RecordError(_unknown(name, source, endpoint), name)
+                raise wrong(name, _why_unknown(name, endpoint))
         elif name in _OF_CHATS and endpoint != CHAT and value:
-            raise RecordError(f"`{name}` goes with {CHAT}, whose requests have `messages`", name)
+            raise wrong(name, f"goes with {CHAT}, whose requests have `messages`")
     prompt = prompt_of(record, images)
     model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise RecordError(f"`model` must be a string, not {shown(model)}", "model")
+    if not isinstance(model, str | None):
+        raise wrong("model", f"must be a string, not {shown(model)}")
     settings = _settings(body, endpoint)
     return prompt, settings, OpenAIRequest(endpoint, model, settings.logprobs is not None)
 
@@ -120,26 +119,23 @@ def prompt_of(record: Mapping[str, Any], images: bool = False) -> Any:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and all(is_number(each) for each in prompt):
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(is_number, prompt))):
         return prompt
     if isinstance(prompt, list) and len(prompt) > 1:
-        raise RecordError(f"`prompt` holds {len(prompt):,} prompts: give each a line of its own", "prompt")
-    if not isinstance(prompt, str):
-        what = "is missing" if prompt is None else f"is {a_kind(prompt)}; it is a string, or token ids"
-        raise RecordError(f"`prompt` {what}", "prompt")
-    return prompt
+        raise wrong("prompt", f"holds {len(prompt):,} prompts: give each a line of its own")
+    raise wrong("prompt", "is missing" if prompt is None else f"is {a_kind(prompt)}; it is a string, or token ids")
 
 
 def _check_envelope(record: Mapping[str, Any]) -> None:
-    custom_id, url = record.get("custom_id"), record.get("url")
-    if not isinstance(custom_id, str):
-        what = "no `custom_id`" if custom_id is None else f"{shown(custom_id)} as its `custom_id`, which is a string"
-        raise RecordError(f"has {what}", "custom_id")
+    def has(name: str, what: str) -> str:
+        return f"has {f'no `{name}`' if record.get(name) is None else f'{what} {shown(record[name])}'}"
+
+    if not isinstance(record.get("custom_id"), str):
+        raise RecordError(f"{has('custom_id', 'the `custom_id`')}: it is a string", "custom_id")
     if record.get("method", "POST") != "POST":
         raise RecordError(f"has the method {shown(record['method'])}: it is POST", "method")
-    if url not in _ENDPOINTS:
-        what = "no `url`" if url is None else f"the url {shown(url)}"
-        raise RecordError(f"has {what}: served are {' and '.join(_ENDPOINTS)}", "url")
+    if record.get("url") not in _SOURCES:
+        raise RecordError(f"{has('url', 'the url')}: served are {' and '.join(_SOURCES)}", "url")
     if not isinstance(record.get("body"), Mapping):
         raise RecordError("has no `body`, which must hold the request", "body")
     for name in record:
@@ -147,23 +143,21 @@ def _check_envelope(record: Mapping[str, Any]) -> None:
             raise RecordError(f"has `{name}` beside {', '.join(_ENVELOPE)}: options go into `body`", name)
 
 
-def _unknown(name: str, source: str, endpoint: str) -> str:
-    if name in ("messages", "prompt"):
-        return f"`{name}` does not go with {endpoint}, whose requests have `{source}`"
+def _why_unknown(name: str, endpoint: str) -> str:
+    if name in _SOURCES.values():
+        return f"does not go with {endpoint}, whose requests have `{_SOURCES[endpoint]}`"
     if name == "top_logprobs":
-        return f"`top_logprobs` does not go with {endpoint}: `logprobs` is the number there"
+        return f"does not go with {endpoint}: `logprobs` is the number there"
     if name in _HINTS:
-        return f"`{name}` is not supported: {_HINTS[name]}"
-    if name in FROM_ELSEWHERE:
-        ours = re.match(r"is called `(\w+)`", FROM_ELSEWHERE[name])
-        more = ""
-        if ours is not None and ours[1] in NAMES and ours[1] not in _KNOWN:
-            more = f"; a request cannot have it: pass --set {ours[1]}=... for the whole file"
-        return f"`{name}` {FROM_ELSEWHERE[name]}{more}"
+        return f"is not supported: {_HINTS[name]}"
+    if why := FROM_ELSEWHERE.get(name):
+        ours = re.match(r"is called `(\w+)`", why)
+        needs_set = ours is not None and ours[1] in NAMES and ours[1] not in _KNOWN
+        return f"{why}; a request cannot have it: pass --set {ours[1]}=... for the whole file" if needs_set else why
     near = nearest(name)
     if near == name:
-        return f"`{name}` is not supported in a request: pass --set {name}=... for the whole file"
-    return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
+        return f"is not supported in a request: pass --set {name}=... for the whole file"
+    return "is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -171,12 +165,10 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
 
 def _messages(messages: Any, images: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
-        what = "are missing" if messages is None else "must be a list of messages"
-        raise RecordError(f"`messages` {what}", "messages")
+        raise wrong("messages", "are missing" if messages is None else "must be a list of messages")
     found = [_message(message, f"message {place}", images) for place, message in enumerate(messages)]
-    problem = chat_problem(found, images=images)
-    if problem is not None:
-        raise RecordError(f"`messages` {problem}", "messages")
+    if problem := chat_problem(found, images=images):
+        raise wrong("messages", problem)
     return found
 
 
@@ -216,15 +208,13 @@ def _content(parts: list[Any], which: str, images: bool) -> str | list[Any]:
     """Text in one piece; with images, the parts."""
     found: list[Any] = []
     for part in parts:
-        if images and is_image_part(part):
-            found.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text and not (images and is_image_part(part)):
+            kind = part.get("type") if isinstance(part, Mapping) else None
             what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part that is no text"
             supported = "text and images are" if images else "text is"
             raise RecordError(f"{which} holds {what}; only {supported} supported", "messages")
-        found.append({"type": "text", "text": part["text"]})
+        found.append({"type": "text", "text": part["text"]} if is_text else part)
     return found if any(map(is_image_part, found)) else "".join(part["text"] for part in found)
 
 
@@ -243,9 +233,8 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
         given["top_k"] = 0  # vLLM's way to say all tokens
     if given.get("stop") == []:
         del given["stop"]
-    given |= _logprobs(body, endpoint)
     form, asked_by = _form(body)
-    given |= form
+    given |= _logprobs(body, endpoint) | form
     if body.get("logit_bias"):
         given["sequence_bias"] = _bias(body["logit_bias"])
     try:
@@ -266,10 +255,9 @@ def _of_chats(body: Mapping[str, Any]) -> dict[str, Any]:
     name = "add_generation_prompt"
     begins, continued = body.get(name), body.get("continue_final_message")
     if begins and continued:
-        raise RecordError(f"`{name}` contradicts `continue_final_message`: keep one of them", name)
+        raise wrong(name, "contradicts `continue_final_message`: keep one of them")
     if begins is False and not continued:
-        why = "is false, and nothing is continued: leave it out, or set `continue_final_message`"
-        raise RecordError(f"`{name}` {why}", name)
+        raise wrong(name, "is false, and nothing is continued: leave it out, or set `continue_final_message`")
     return given | ({"continue_final_message": False} if begins and continued is None else {})
 
 
@@ -277,10 +265,10 @@ def _logprobs(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
     chat, asked, top = endpoint == CHAT, body.get("logprobs"), body.get("top_logprobs")
     if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) != chat):
         what = "true or false" if chat else "a whole number"
-        raise RecordError(f"`logprobs` must be {what} with {endpoint}, not {shown(asked)}", "logprobs")
+        raise wrong("logprobs", f"must be {what} with {endpoint}, not {shown(asked)}")
     name, most = ("top_logprobs", top) if chat else ("logprobs", asked)
     if isinstance(most, int) and most > _MOST_TOP_LOGPROBS:
-        raise RecordError(f"`{name}` is {most}: at most {_MOST_TOP_LOGPROBS} are returned", name)
+        raise wrong(name, f"is {most}: at most {_MOST_TOP_LOGPROBS} are returned")
     given = {"logprobs": asked, "top_logprobs": top if chat else None}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -288,37 +276,34 @@ def _logprobs(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
 def _bias(bias: Any) -> list[list[Any]]:
     """``logit_bias`` -> ``sequence_bias`` as JSON has it."""
     if not isinstance(bias, Mapping):
-        raise RecordError(f"`logit_bias` must map token ids to numbers, and is {a_kind(bias)}", "logit_bias")
+        raise wrong("logit_bias", f"must map token ids to numbers, and is {a_kind(bias)}")
     found: list[list[Any]] = []
     for token, value in bias.items():
         if not str(token).isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
-            raise RecordError(f"`logit_bias` maps {shown(token)} to {shown(value)}: token ids to numbers", "logit_bias")
+            raise wrong("logit_bias", f"maps {shown(token)} to {shown(value)}: token ids to numbers")
         if not -100 <= value <= 100:
-            raise RecordError(f"`logit_bias` has {value:g} for token {token}: from -100 to 100", "logit_bias")
+            raise wrong("logit_bias", f"has {value:g} for token {token}: from -100 to 100")
         found.append([[int(token)], float(value)])
     return found
 
 
 def _form(body: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """The form that the answer is to have, as a setting, and the field that asks for it."""
-    found: dict[str, dict[str, Any]] = {
-        name: {ours: body[name]} for name, ours in _FORMS.items() if body.get(name) is not None
-    }
+    found = {name: {ours: body[name]} for name, ours in _FORMS.items() if body.get(name) is not None}
     if body.get("response_format") is not None and (schema := _schema(body["response_format"])) is not None:
         found = {"response_format": {"schema": schema}, **found}
     name = "structured_outputs"
-    if body.get(name) is not None:
-        outputs = body[name]
+    if (outputs := body.get(name)) is not None:
         if not isinstance(outputs, Mapping):
-            raise RecordError(f"`{name}` must be an object, not {shown(outputs)}", name)
+            raise wrong(name, f"must be an object, not {shown(outputs)}")
         given = {key: value for key, value in outputs.items() if value is not None and value is not False}
         if len(given) > 1 or not given.keys() <= _IN_OUTPUTS.keys():
-            raise RecordError(f"`{name}` must have one of {', '.join(_IN_OUTPUTS)}, and has {', '.join(given)}", name)
+            raise wrong(name, f"must have one of {', '.join(_IN_OUTPUTS)}, and has {', '.join(given)}")
         if given:
             found[name] = {_IN_OUTPUTS[key]: value for key, value in given.items()}
     if len(found) > 1:
         first, second = list(found)[:2]
-        raise RecordError(f"`{second}` contradicts `{first}`: an answer has one form, so keep one of them", second)
+        raise wrong(second, f"contradicts `{first}`: an answer has one form, so keep one of them")
     return next(((form, name) for name, form in found.items()), ({}, None))
 
 
@@ -327,16 +312,14 @@ def _schema(asked: Any) -> Any:
     kind = asked.get("type") if isinstance(asked, Mapping) else None
     if kind in ("text", "json_object"):
         return True if kind == "json_object" else None
-    named = asked.get("json_schema") if kind == "json_schema" else None
-    why = ""
     if kind != "json_schema":
-        why = f"is of type {shown(asked if kind is None else kind)}: it is text, json_object or json_schema"
-    elif not isinstance(named, Mapping):
-        why = "has no `json_schema`, an object that holds the `schema`"
-    elif not isinstance(named.get("strict"), bool | None):
-        why = f"has a `strict` that is {shown(named['strict'])}: it is true or false"
-    elif not isinstance(named.get("schema"), Mapping):
-        why = "has no `schema` in its `json_schema`, or none that is an object"
-    if why or named is None:
-        raise RecordError(f"`response_format` {why}", "response_format")
+        what = shown(asked if kind is None else kind)
+        raise wrong("response_format", f"is of type {what}: it is text, json_object or json_schema")
+    named = asked.get(kind)
+    if not isinstance(named, Mapping):
+        raise wrong("response_format", "has no `json_schema`, an object that holds the `schema`")
+    if not isinstance(named.get("strict"), bool | None):
+        raise wrong("response_format", f"has a `strict` that is {shown(named['strict'])}: it is true or false")
+    if not isinstance(named.get("schema"), Mapping):
+        raise wrong("response_format", "has no `schema` in its `json_schema`, or none that is an object")
     return named["schema"]

@@ -77,7 +77,7 @@ class RecordLoop:
             settings = record.settings
             resolved = self.engine.resolved(settings)
             if isinstance(resolved, str):
-                self._write_error(record, self.reader.why(raw, settings, resolved))
+                self._write_error(record.bad(self.reader.why(raw, settings, resolved)))
                 continue
             # The model's own config may ask for beams, too. All records of a call get as many log-probabilities as the
             # record that asks for most.
@@ -109,7 +109,7 @@ class RecordLoop:
                 [self._seed_of(record) for record in records],
                 self.options.on_error,
                 not self._whole.bar.disable,
-                lambda place: self.source.where(records[place].number),
+                lambda place: records[place].where,
                 options,
             ) as generations:
                 for generation in generations:
@@ -123,9 +123,7 @@ class RecordLoop:
             # One record's settings broke the call off: the others of the call must not suffer.
             self._without(error, [record for record in records if record.number in self._keys])
         except PromptError as error:
-            problems = [
-                f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
-            ]
+            problems = [f"{records[place].where}: the prompt {why}" for place, why in error.problems.items()]
             raise refusal(f"{self.source.name} has prompts that cannot be run:", problems) from error
         self.report.add(self.engine.last_report)
 
@@ -146,7 +144,7 @@ class RecordLoop:
             return
         self._failed_alone += self.report.written == self.report.errors
         for record in left:
-            self._write_error(record, str(error))
+            self._write_error(record.bad(str(error)))
 
     def _seed_of(self, record: PromptRecord) -> int:
         """The record's own seed, or one made of the run's seed and the record's number."""
@@ -167,12 +165,11 @@ class RecordLoop:
             return None
         return f"prompt and answer have {tokens:,} tokens, more than the {self._context:,} that the model was made for"
 
-    def _write_error(self, record: PromptRecord | BadPromptRecord, why: str | None = None) -> None:
+    def _write_error(self, record: BadPromptRecord) -> None:
         if self.options.on_error == "raise":
-            problem = str(record) if why is None else f"{self.source.where(record.number)}: {why}"
-            raise InputFileError(f"{self.source.name}, {problem}")
+            raise InputFileError(f"{self.source.name}, {record}")
         self.report.errors += 1
-        self._append(record.number, self.writer.error(record, self._keys.pop(record.number), why))
+        self._append(record.number, self.writer.error(record, self._keys.pop(record.number)))
 
     def _append(self, number: int, line: bytes) -> None:
         self.output.append([(number, line)])

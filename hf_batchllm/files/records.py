@@ -12,7 +12,7 @@ from ..errors import InputFileError
 from ..inputs.chats import chat_problem, is_chat
 from ..inputs.images.image_sources import ImageSources, RefusedImage, media_in
 from ..wording import a_kind, shown
-from .json_lines import NoPromptError, NotJsonError, RecordError, parse
+from .json_lines import NoPromptError, RecordError, parse, wrong
 from .openai import OpenAIRequest, in_openai_names, prompt_of, read_request
 from .settings import NO_SETTINGS, GenerationSettings, SettingError, if_data, settings_in_record
 from .sources import Source
@@ -22,7 +22,9 @@ from .templates import MissingField, Template, fields_in_words
 PLAIN, OPENAI = "plain", "openai"  # dialects
 ALL_FIELDS = ("all",)
 _PROMPT_FIELDS = ("prompt", "messages")
-_LIKELY_PROMPT_FIELDS = ("text", "question", "instruction", "input", "query", "content", "document", "sentence")
+_LIKELY_PROMPT_FIELDS = (
+    *("text", "question", "instruction", "input", "query", "content", "document", "sentence", "prompt_token_ids"),
+)
 _LOOKED_AT = 20  # records read before a model is loaded
 _FIELDS_SHOWN = 8
 _SIMILARITY = 0.82
@@ -54,29 +56,37 @@ class RecordLayout:
         return ["id", *(name for name in fields if name is not None)]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRecord:
-    """A record that can be run, as far as can be seen without a model."""
-
-    number: int
-    prompt: Any
-    settings: GenerationSettings
-    id: Any = None
-    has_id: bool = False
-    kept: Mapping[str, Any] = field(default_factory=dict)
-    request: OpenAIRequest | None = None  # of an OpenAI batch
-
-
-@dataclass(frozen=True, slots=True)
-class BadPromptRecord:
-    """A record that cannot be run: the reason, and the place as a person names it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """``where``: the place as a person names it."""
 
     number: int
     where: str
-    why: str
     id: Any = None
     has_id: bool = False
     kept: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRecord(_Record):
+    """A record that can be run, as far as can be seen without a model."""
+
+    prompt: Any
+    settings: GenerationSettings
+    request: OpenAIRequest | None = None  # of an OpenAI batch
+
+    def bad(self, why: str) -> BadPromptRecord:
+        """The same record, where only the model shows that it cannot be run."""
+        return BadPromptRecord(
+            number=self.number, where=self.where, id=self.id, has_id=self.has_id, kept=self.kept, why=why
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadPromptRecord(_Record):
+    """A record that cannot be run, and the reason."""
+
+    why: str
     param: str | None = None  # the setting that is to blame
     no_prompt: bool = False  # the fields that should make its prompt are missing or empty
 
@@ -114,28 +124,22 @@ class RecordReader:
 
     def read(self, number: int, raw: bytes) -> PromptRecord | BadPromptRecord:
         record: dict[str, Any] = {}
+        of_record: dict[str, Any] = {"number": number, "where": self._where(number)}
         try:
             record = parse(raw)
+            name = "custom_id" if self.dialect == OPENAI else "id"
+            of_record |= {"id": record.get(name), "has_id": name in record, "kept": self._kept(record)}
             if number in self._problems:
                 raise RecordError(self._problems[number])
             if self.dialect == OPENAI:
-                return self._request(number, record, raw)
+                return self._request(record, raw, of_record)
             # First: if no record has one, an option is wrong rather than the records.
             prompt = self._with_images(self._prompt(record))
-            settings = self._settings(record, raw)
-            return PromptRecord(number, prompt, settings, record.get("id"), "id" in record, self._kept(record))
+            return PromptRecord(prompt=prompt, settings=self._settings(record, raw), **of_record)
         except RecordError as error:
-            name = "custom_id" if self.dialect == OPENAI else "id"
-            return BadPromptRecord(
-                number,
-                f"{self._where(number)}{error.place if isinstance(error, NotJsonError) else ''}",
-                error.why,
-                id=record.get(name),
-                has_id=name in record,
-                kept=self._kept(record) if self.dialect == PLAIN else {},
-                param=error.param,
-                no_prompt=isinstance(error, NoPromptError),
-            )
+            of_record["where"] += error.place
+            no_prompt = isinstance(error, NoPromptError)
+            return BadPromptRecord(why=error.why, param=error.param, no_prompt=no_prompt, **of_record)
 
     def why(self, raw: bytes, settings: GenerationSettings, why: str) -> str:
         """A problem that only the model finds with the settings of a record, by the names that the record has."""
@@ -154,15 +158,14 @@ class RecordReader:
             return ""
         return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
-    def _request(self, number: int, record: dict[str, Any], raw: bytes) -> PromptRecord:
-        if number in self._repeated:
-            first, name = self._where(self._repeated[number]), shown(record.get("custom_id"))
-            why = f"has the custom_id {name}, which {first} has already: each needs its own"
-            raise RecordError(why, "custom_id")
+    def _request(self, record: dict[str, Any], raw: bytes, of_record: Mapping[str, Any]) -> PromptRecord:
+        if (first := self._repeated.get(of_record["number"])) is not None:
+            again = f"which {self._where(first)} has already: each needs its own"
+            raise RecordError(f"has the custom_id {shown(record.get('custom_id'))}, {again}", "custom_id")
         prompt, settings, request = read_request(_with_constants(record, raw), self.images is not None)
         _refuse_media(settings)
-        prompt = self._with_images(prompt)
-        return PromptRecord(number, prompt, settings.over(self.base), record["custom_id"], True, request=request)
+        prompt, settings = self._with_images(prompt), settings.over(self.base)
+        return PromptRecord(prompt=prompt, settings=settings, request=request, **of_record)
 
     def _settings(self, record: dict[str, Any], raw: bytes) -> GenerationSettings:
         if not self.layout.line_settings:
@@ -178,6 +181,8 @@ class RecordReader:
         return self.base if own is NO_SETTINGS else own.over(self.base)
 
     def _kept(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        if self.dialect == OPENAI:
+            return {}
         names = record if self.layout.keep == ALL_FIELDS else self.layout.keep
         return {name: record.get(name) for name in names if name != "id"}
 
@@ -195,13 +200,12 @@ class RecordReader:
         prompt, system = self._bare_prompt(record), self.layout.system
         if not (self.layout.chat or system is not None):
             return prompt
-        begins = [] if system is None else [{"role": "system", "content": system}]
-        if is_chat(prompt):
-            roles = {message.get("role") for message in prompt if isinstance(message, Mapping)}
-            return prompt if roles & {"system", "developer"} else [*begins, *prompt]
-        if not isinstance(prompt, str):
+        if not isinstance(prompt, str) and not is_chat(prompt):
             raise NoPromptError("has token ids as its prompt, which cannot become a chat: leave out --chat")
-        return [*begins, {"role": "user", "content": prompt}]
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        roles = {message.get("role") for message in chat if isinstance(message, Mapping)}
+        has_one = system is None or roles & {"system", "developer"}
+        return chat if has_one else [{"role": "system", "content": system}, *chat]
 
     def _bare_prompt(self, record: Mapping[str, Any]) -> Any:
         """Before ``chat`` and ``system`` make a chat of it."""
@@ -219,24 +223,22 @@ class RecordReader:
         return self._checked(present[0], record[present[0]])
 
     def _why_no_prompt(self, record: Mapping[str, Any]) -> str:
-        name = self.layout.prompt_field
+        name, has = self.layout.prompt_field, fields_in_words(record)
+        if name in record:
+            return f"has nothing in {shown(name)}{has}"
         if name is not None:
-            near = None if name in record else _misspelt(record, (name,))
-            hint = f": did you mean --prompt-field {near[0]}?" if near else ""
-            return f"has {'nothing in' if name in record else 'no field'} {shown(name)}{fields_in_words(record)}{hint}"
+            near = _misspelt(record, (name,))
+            return f"has no field {shown(name)}{has}{f': did you mean --prompt-field {near[0]}?' if near else ''}"
         if any(name in record for name in _PROMPT_FIELDS):
             return "has an empty `prompt`" if "prompt" in record else "has empty `messages`"
         if "custom_id" in record and "body" in record:
             return "is a request of an OpenAI batch, but the first line of the file is not: keep the two in two files"
-        near = _misspelt(record, _PROMPT_FIELDS)
-        like = next((name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)), None)
-        if near:
+        if near := _misspelt(record, _PROMPT_FIELDS):
             hint = f"did you mean `{near[1]}` by `{near[0]}`?"
-        elif isinstance(record.get("prompt_token_ids"), list):
-            hint = "pass --prompt-field prompt_token_ids, or call it `prompt`, which may hold token ids"
         else:
-            hint = f"pass --prompt-field{f' {like}' if like else ''}, or a --template"
-        return f"has no `prompt` and no `messages`{fields_in_words(record)}: {hint}"
+            likely = [name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str | list)]
+            hint = f"pass --prompt-field{f' {likely[0]}' if likely else ''}, or a --template"
+        return f"has no `prompt` and no `messages`{has}: {hint}"
 
     def _checked(self, name: str, prompt: Any) -> Any:
         if self.cells and isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
@@ -245,16 +247,14 @@ class RecordReader:
             except ValueError:
                 if name == "messages":
                     raise RecordError("has `messages` that are no JSON", name) from None
-        if isinstance(prompt, str) and name == "messages":
-            raise RecordError("has a string as its `messages`: they are a list of {'role', 'content'}", name)
-        if not isinstance(prompt, str | list):
-            raise RecordError(f"has {a_kind(prompt)} as its `{name}`: a prompt is a string, token ids or a chat", name)
         if is_chat(prompt):
             if why := chat_problem(prompt, images=self.images is not None):
                 raise RecordError(why, name)
-        elif isinstance(prompt, list) and (not prompt or name == "messages"):
-            what = f"a list as its `{name}` that is no chat" if prompt else f"an empty list as its `{name}`"
-            raise RecordError(f"has {what}", name)
+        elif name == "messages" or not isinstance(prompt, str | list) or prompt == []:
+            what = "an empty list" if prompt == [] else a_kind(prompt)
+            are = "they are a list of {'role', 'content'}"
+            them = are if name == "messages" else "a prompt is a string, token ids or a chat"
+            raise RecordError(f"has {what} as its `{name}`: {them}", name)
         return prompt
 
 
@@ -267,18 +267,16 @@ def _misspelt(record: Mapping[str, Any], wanted: Sequence[str]) -> tuple[str, st
     return None
 
 
-def _with_constants(record: dict[str, Any], raw: bytes) -> dict[str, Any]:
+def _with_constants(record: Any, raw: bytes) -> Any:
     """The record with NaN and Infinity, which no setting may be."""
-    found: dict[str, Any] = json.loads(raw) if b"NaN" in raw or b"Infinity" in raw else record
-    return found
+    return json.loads(raw) if b"NaN" in raw or b"Infinity" in raw else record
 
 
 def _refuse_media(own: GenerationSettings) -> None:
     """Images are parts of messages, where it is looked at which ones may be read."""
-    name = media_in(own.prompt_options.get("chat_template_kwargs"))
-    if name is not None:
-        why = f"`chat_template_kwargs` has {shown(name)}: an image is a part of a message, and only images are read"
-        raise RecordError(why, "chat_template_kwargs")
+    kwargs = "chat_template_kwargs"
+    if (name := media_in(own.prompt_options.get(kwargs))) is not None:
+        raise wrong(kwargs, f"has {shown(name)}: an image is a part of a message, and only images are read")
 
 
 # -- a file's first records --------------------------------------------------------------------------------------------

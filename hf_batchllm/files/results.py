@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ class ResultWriter:
     """Results -> lines of JSON, without the newline.
 
     tokens: for log-probabilities. model, created: stand in OpenAI's responses; ``created`` is the time at which the
-    whole run began, so that a run that was interrupted writes the same lines. where: names a record's place to a
-    person. note: is called, once, if requests name another model.
+    whole run began, so that a run that was interrupted writes the same lines. note: is called, once, if requests name
+    another model.
     """
 
     def __init__(
@@ -47,14 +47,13 @@ class ResultWriter:
         token_ids: bool = False,
         model: str = "",
         created: int = 0,
-        where: Callable[[int], str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         self.dialect = dialect
         self._tokens = tokens or TokenTexts(None)
         self._samples = SampleFields(self._tokens, token_ids)
         self._model, self._created = model, created
-        self._where, self._note = where, note
+        self._note = note
 
     def result(
         self, record: PromptRecord, key: str, generations: Sequence[Generation], warning: str | None = None
@@ -62,7 +61,8 @@ class ResultWriter:
         """``generations``: all samples of the record, in their order. OpenAI's form has no place for a ``warning``."""
         why = next((each.error for each in generations if each.error is not None), None)
         if why is not None:
-            return self.error(record, key, f"the prompt {in_openai_names(why) if self.dialect == OPENAI else why}")
+            why = f"the prompt {in_openai_names(why) if self.dialect == OPENAI else why}"
+            return self.error(record.bad(why), key)
         prompt_tokens = len(generations[0].prompt_token_ids)
         if record.request is not None:
             return as_line(self._response(record, record.request, key, generations, prompt_tokens))
@@ -77,14 +77,10 @@ class ResultWriter:
             found = {**tokens, "samples": samples}
         return self._line(record, key, found | ({} if warning is None else {"warning": warning}))
 
-    def error(self, record: PromptRecord | BadPromptRecord, key: str, why: str | None = None) -> bytes:
-        """``why``: a reason that only the model showed; a BadPromptRecord has its own."""
-        place = "" if self._where is None else f"{self._where(record.number)}: "
-        message = str(record) if why is None else f"{place}{why}"
+    def error(self, record: BadPromptRecord, key: str) -> bytes:
         if self.dialect != OPENAI:
-            return self._line(record, key, {"error": message})
-        param = record.param if isinstance(record, BadPromptRecord) else None
-        error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+            return self._line(record, key, {"error": str(record)})
+        error = {"message": str(record), "type": "invalid_request_error", "param": record.param, "code": None}
         return as_line(_enveloped(record, key, 400, {"error": error}))
 
     def _line(self, record: PromptRecord | BadPromptRecord, key: str, found: Mapping[str, Any]) -> bytes:
@@ -221,7 +217,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         inner = getattr(tokenizer, "tokenizer", None)  # a processor holds one
         self._tokenizer = tokenizer if inner is None or not hasattr(inner, "convert_ids_to_tokens") else inner
-        self._known: dict[int, tuple[str, bytes | None]] = {}
+        self._text_and_bytes = cache(self._decode)
 
     def text(self, token: int) -> str:
         return self._text_and_bytes(token)[0]
@@ -236,11 +232,6 @@ class TokenTexts:
         """Tokens that are not part of a text."""
         return frozenset(getattr(self._tokenizer, "all_special_ids", None) or ())
 
-    def _text_and_bytes(self, token: int) -> tuple[str, bytes | None]:
-        if token not in self._known:
-            self._known[token] = self._decode(token)
-        return self._known[token]
-
     def _decode(self, token: int) -> tuple[str, bytes | None]:
         if self._tokenizer is None:
             return f"token_id:{token}", None
@@ -253,16 +244,13 @@ class TokenTexts:
             return text, text.encode("utf-8", "surrogatepass")
         if byte := _BYTE.fullmatch(piece):  # a part of a character
             return text, bytes([int(byte[1], 16)])
-        if piece and all(letter in _BYTES_OF_LETTERS for letter in piece):
-            return text, bytes(_BYTES_OF_LETTERS[letter] for letter in piece)
-        return text, None
+        known = _bytes_of_letters()
+        return text, bytes(map(known.__getitem__, piece)) if piece and known.keys() >= set(piece) else None
 
 
-def _byte_letters() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a letter: a visible one as itself, the others from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+@cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a letter."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTES_OF_LETTERS = _byte_letters()
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -41,7 +41,7 @@ class Model(Protocol):
     def identity(self) -> Mapping[str, Any]:
         """What results depend on: a run that continues must have the same."""
 
-    def expect(self, reader: RecordReader, source: Source, first: Sequence[PromptRecord]) -> None:
+    def expect(self, reader: RecordReader, first: Sequence[PromptRecord]) -> None:
         """Refuses ``first``, the first records that can be run, as far as it can be known before it is loaded."""
 
     def ready(self, report: FileReport) -> AbstractContextManager[RecordEngine]:
@@ -65,7 +65,7 @@ def run_records(
     _check_target(target, options)
     with open_source(source, format, note=note) as opened:
         reader = make_reader(opened, layout, base, dialect, images)
-        model.expect(reader, opened, check_first_records(reader, opened, options.limit))
+        model.expect(reader, check_first_records(reader, opened, options.limit))
         more = model.identity if images is None else {**model.identity, **images.identity}
         identity = run_identity(more, layout, base, reader.dialect, options.token_ids)
         place = options.place(target, opened)
@@ -135,7 +135,6 @@ def _run(
                 tokens=TokenTexts(engine.tokenizer),
                 token_ids=options.token_ids,
                 model=model.name,
-                where=source.where,
                 created=int(datetime.fromisoformat(record.created).timestamp()),
                 note=note,
             )

@@ -20,25 +20,13 @@ import numpy as np
 from ..errors import InputFileError
 from ..notices import warn_user
 from .paths import reason
-from .tables import TABLES, TEXT, format_of, rows_of
+from .tables import MARK, TABLES, check_text, format_of, rows_of
 
 WINDOW_BYTES = 256 << 20
 LEVELS = (64, 256, 1024, 4096, 16384)  # first bytes of a prompt, each with a checksum
 _TOLERANCE = 1 / 6  # of a window: a cut may be so far away from its ideal place
 _RECORD_COST = 512  # bytes of memory that a record takes beside its text
 _COPIED_AT_ONCE = 1 << 20  # bytes of an input that cannot be read twice
-_MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8
-_UNPACKED = "`{} {{path}} | hf-batchllm run - OUT ...`, or unpack it"
-_UTF16 = ("is UTF-16", "`iconv -f UTF-16 -t UTF-8 {path}` makes UTF-8 of it")
-_FIRST_BYTES = {  # of files that are not text
-    b"\x1f\x8b": ("is compressed (gzip)", _UNPACKED.format("zcat")),
-    b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", _UNPACKED.format("zstdcat")),
-    b"BZh": ("is compressed (bzip2)", _UNPACKED.format("bzcat")),
-    b"PK\x03\x04": ("is a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
-    b"\xff\xfe": _UTF16,
-    b"\xfe\xff": _UTF16,
-    b"PAR1": ("is a Parquet file", "pass format `parquet`"),
-}
 
 PromptOf = Callable[[bytes], "bytes | str | None"]  # a record -> the text of its prompt
 
@@ -66,10 +54,10 @@ def open_source(
             if not twice and kind in ("jsonl", "parquet"):
                 pieces = iter(lambda: stream.read(_COPIED_AT_ONCE), b"")
                 stream = opened.enter_context(_copied(pieces, path))
-            if kind in (*TABLES, TEXT):
-                stream = opened.enter_context(_copied(_json_lines(rows_of(stream, path, kind), problems), path))
-            else:
+            if kind == "jsonl":
                 _check_json_lines(stream, path)
+            else:
+                stream = opened.enter_context(_copied(_json_lines(rows_of(stream, path, kind), problems), path))
             source = Source(path, kind, stream, problems, origin)
             opened.pop_all()
             return source
@@ -113,10 +101,8 @@ def _json_lines(rows: Iterable[tuple[bytes, str]], problems: dict[int, str]) -> 
 def _check_json_lines(stream: IO[bytes], path: str) -> None:
     head = stream.read(1 << 12)
     stream.seek(0)
-    for first_bytes, (what, remedy) in _FIRST_BYTES.items():
-        if head.startswith(first_bytes):
-            raise InputFileError(f"{path} {what}: {remedy.format(path=path)}")
-    first, _, rest = (part.strip() for part in head.removeprefix(_MARK).lstrip().partition(b"\n"))
+    check_text(head, path)
+    first, _, rest = (part.strip() for part in head.removeprefix(MARK).lstrip().partition(b"\n"))
     what = ""
     if (first == b"[" and rest) or (first.startswith((b"[{", b"[ {")) and not _is_json_before_more(first, rest)):
         what, jq = "is one JSON array", "-c '.[]'"
@@ -130,11 +116,9 @@ def _check_json_lines(stream: IO[bytes], path: str) -> None:
 
 def _is_json_before_more(first: bytes, rest: bytes) -> bool:
     """Whether the first line is a whole JSON array, and objects follow: one bad line in a file of JSON lines."""
-    try:
-        json.loads(first)
-    except ValueError:
-        return False
-    return rest.startswith(b"{")
+    with contextlib.suppress(ValueError):
+        return isinstance(json.loads(first), list) and rest.startswith(b"{")
+    return False
 
 
 class Source:
@@ -159,7 +143,7 @@ class Source:
         at = 0
         for place, raw in enumerate(stream):
             digest.update(raw)
-            line = raw if at else raw.removeprefix(_MARK)
+            line = raw if at else raw.removeprefix(MARK)
             if line.isspace() or not line:
                 blanks.append(place)
             else:

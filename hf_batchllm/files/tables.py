@@ -23,8 +23,18 @@ TABLES = ("csv", "tsv", "parquet")
 TEXT = "txt"  # a prompt on each line; an input only, as an answer may have several lines
 INSTALL = "pip install 'hf-batchllm[files]'"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_NOT_TEXT = (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xff\xfe", b"\xfe\xff")
-_MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8
+MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8
+_UNPACKED = "`{} {{path}} | hf-batchllm run - OUT ...`, or unpack it"
+_UTF16 = ("is UTF-16", "`iconv -f UTF-16 -t UTF-8 {path}` makes UTF-8 of it")
+_FIRST_BYTES = {  # of files that are not text
+    b"\x1f\x8b": ("is compressed (gzip)", _UNPACKED.format("zcat")),
+    b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", _UNPACKED.format("zstdcat")),
+    b"BZh": ("is compressed (bzip2)", _UNPACKED.format("bzcat")),
+    b"PK\x03\x04": ("is a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+    b"PAR1": ("is a Parquet file", "pass format `parquet`"),
+}
 _ROWS_AT_ONCE = 2048
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _FIRST_COLUMNS, _LAST_COLUMNS = ("index", "id", "sample"), ("error",)
@@ -43,21 +53,17 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
             raise error(f"format {format!r}: it must be one of {', '.join(formats)}")
         return format
     suffix = os.path.splitext(path)[1].lower()
-    if path == "-":
-        return "jsonl"
-    if suffix in FORMATS:
-        return FORMATS[suffix]
-    if suffix == f".{TEXT}" and reads:
-        return TEXT
+    known = FORMATS | ({f".{TEXT}": TEXT} if reads else {})
+    if path == "-" or suffix in known:
+        return known.get(suffix, "jsonl")
     if suffix == f".{TEXT}":
         raise error(f"{path}: an answer may have several lines, which a .txt cannot hold: name it .jsonl or .csv")
     if suffix in _COMPRESSED and reads:
         raise error(f"{path} is compressed: unpack it first, or `zcat {path} | hf-batchllm run - OUT ...`")
     if suffix in _COMPRESSED:
         raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} out, or use `- | gzip`")
-    known = ", ".join([*FORMATS, *([f".{TEXT}"] if reads else [])])
     option = "--format" if reads else "--output-format"
-    raise error(f"{path}: its name does not say what it is ({known}): pass the format (`{option} jsonl`)")
+    raise error(f"{path}: its name does not say what it is ({', '.join(known)}): pass the format (`{option} jsonl`)")
 
 
 def import_pyarrow() -> Any:
@@ -79,18 +85,19 @@ def rows_of(stream: IO[bytes], path: str, kind: str) -> Iterator[Row]:
     return _text_rows(stream, path) if kind == TEXT else _csv_rows(stream, path, _DELIMITERS[kind])
 
 
-def _check_text(begin: bytes, path: str) -> None:
-    if begin.startswith(_NOT_TEXT):
-        raise InputFileError(f"{path} is not text (compressed, a spreadsheet, UTF-16?): it must be plain UTF-8 text")
+def check_text(head: bytes, path: str) -> None:
+    """``head``: the first bytes of a file that should be text."""
+    for first_bytes, (what, remedy) in _FIRST_BYTES.items():
+        if head.startswith(first_bytes):
+            raise InputFileError(f"{path} {what}: {remedy.format(path=path)}")
 
 
 def _text_rows(stream: IO[bytes], path: str) -> Iterator[Row]:
     """A prompt on each line; spaces are part of it."""
     for number, raw in enumerate(stream):
         if not number:
-            _check_text(raw, path)
-            raw = raw.removeprefix(_MARK)
-        line = raw.rstrip(b"\r\n")
+            check_text(raw, path)
+        line = (raw if number else raw.removeprefix(MARK)).rstrip(b"\r\n")
         problem, text = "", ""
         try:
             text = line.decode()
@@ -105,7 +112,7 @@ def _csv_rows(stream: IO[bytes], path: str, delimiter: str) -> Iterator[Row]:
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # applies to the whole process, so it is restored below
     try:
         header = next((line for line in text if line.strip()), "")
-        _check_text(header.encode("utf-8", "surrogateescape"), path)
+        check_text(header.encode("utf-8", "surrogateescape"), path)
         if delimiter == "," and "," not in header and ";" in header:
             delimiter = ";"  # spreadsheets write it where the comma is the decimal point
         reader = csv.reader(itertools.chain([header] if header else [], text), delimiter=delimiter, strict=True)
@@ -115,9 +122,7 @@ def _csv_rows(stream: IO[bytes], path: str, delimiter: str) -> Iterator[Row]:
                 problem = f"has {len(cells)} cells, and there are {len(names)} columns"
             record = {name: cell or None for name, cell in zip(names, cells, strict=False)}
             odd = next((name for name, cell in record.items() if cell and not _is_utf8(cell)), None)
-            if odd is not None and not problem:
-                problem = f"is not valid UTF-8 (column {odd!r})"
-            yield _as_json(record), problem
+            yield _as_json(record), problem or (f"is not valid UTF-8 (column {odd!r})" if odd is not None else "")
     finally:
         csv.field_size_limit(before)
         if not text.closed:
