@@ -175,7 +175,7 @@ def test_one_job_to_a_part(generator: BatchGenerator, folder: Path) -> None:
         with pytest.raises(OutputBusyError, match=r"another run \(process .*\) is writing to .*shard-2-of-4"):
             again(generator, folder, "2/4")
         assert again(generator, folder, "1/4").written == 0
-        with pytest.raises(OutputBusyError, match=r"part 2 of 4 is being written now .*merge when this job has ended"):
+        with pytest.raises(OutputBusyError, match=r"is writing to .*shard-2-of-4.*: wait for it"):
             merge_shards(folder / "out.jsonl", partial=True)
 
 

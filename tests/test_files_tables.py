@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support_file_runs import open_output, results, run, write_input
 
-from hf_batchllm.errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
+from hf_batchllm.errors import FilesError, OutputBusyError, OutputFileError, OutputWriteError, RunChangedError
 from hf_batchllm.files.run_record import RunRecord
 from hf_batchllm.files.sources import open_source, record_key
 from hf_batchllm.files.tables import table_rows
@@ -69,39 +69,65 @@ def test_a_table_in_the_order_of_the_input(given, wanted) -> None:
     name = os.path.basename(wanted)
     assert listed(wanted) == [f"{name}.part.jsonl", f"{name}.run.json"]
     assert run(given, wanted) == []
-    assert listed(wanted) == [name, f"{name}.run.json"]
+    assert listed(wanted) == [name, f"{name}.part.jsonl", f"{name}.run.json"]
     rows = table(wanted)
     assert [int(row["index"]) for row in rows] == list(range(30))
     assert list(rows[0]) == ["index", "text", "finish_reason", "error"]
     assert all(row["text"].split()[-2] == "é" and row["error"] is None for row in rows)
 
 
-def test_what_is_complete_stays_as_it_is(given, wanted) -> None:
-    run(given, wanted, seed=7)
+def test_what_is_complete_stays_as_it_is_and_can_be_gone_on_with(given, wanted) -> None:
+    run(given, wanted, seed=7, bad=[2])
     before = {name: Path(wanted).with_name(name).read_bytes() for name in listed(wanted)}
     todo: list[set[int]] = []
     run(given, wanted, seen=todo.append)
     assert todo == [set()]
-    assert {name: Path(wanted).with_name(name).read_bytes() for name in listed(wanted)} == before
     with pytest.raises(RunChangedError, match="max_new_tokens was 50 and is 20"):
         run(given, wanted, settings={"max_new_tokens": 20, "model": {"name": "tiny"}})
-    with pytest.raises(OutputFileError, match=r"single rows of a table cannot be run again: write to a .jsonl"):
-        run(given, wanted, retry_errors=True)
+    assert {name: Path(wanted).with_name(name).read_bytes() for name in listed(wanted)} == before
+    os.unlink(wanted)
+    run(given, wanted)
+    assert Path(wanted).read_bytes() == before[os.path.basename(wanted)]
     with open(given, "a") as file:
         file.write('{"prompt": "new"}\n')
-    with pytest.raises(RunChangedError, match=r"input has changed \(it had 30 records\).*cannot be continued"):
+    run(given, wanted, retry_errors=True, seen=todo.append)
+    assert todo[-1] == {2, 30} and [row["error"] for row in table(wanted)] == [None] * 31
+    os.unlink(wanted + ".part.jsonl")
+    with pytest.raises(OutputFileError, match="exists already, and no run in this format has written it"):
         run(given, wanted)
-    assert {name: Path(wanted).with_name(name).read_bytes() for name in listed(wanted)} == before
+    made = Path(wanted).read_bytes()
     run(given, wanted, restart=True)
-    assert Path(wanted + ".bak-1").read_bytes() == before[os.path.basename(wanted)]
-    assert len(table(wanted)) == 31
+    assert Path(wanted + ".bak-1").read_bytes() == made
 
 
 def test_more_than_a_finished_table_has(given, wanted) -> None:
     run(given, wanted, limit=5)
-    run(given, wanted, limit=5)
-    with pytest.raises(RunChangedError, match=r"complete with 5 results, and 30 are asked for now"):
-        run(given, wanted)
+    run(given, wanted)
+    assert len(table(wanted)) == 30
+
+
+@pytest.mark.parametrize("first", [None, "csv"])
+def test_a_run_in_one_format_and_another_one_of_the_same_name(given, tmp_path, first) -> None:
+    wanted, second = str(tmp_path / "out.jsonl"), None if first else "csv"
+    with open_source(given) as source, open_output(wanted, first, source=source) as output:
+        output.begin(RunRecord({}), np.arange(source.count), source)
+        for _ in range(2):
+            with pytest.raises(OutputBusyError, match="is writing to"):
+                open_output(wanted, second, source=source)
+            output.start({})
+    run(given, wanted, format=first, stop_after=9)
+    with pytest.raises(OutputFileError, match="no run in this format has written it"):
+        run(given, wanted, format=second)
+    run(given, wanted, format=first)
+    notes = run(given, wanted, format=second, restart=True)
+    assert "is in" in notes[0] and len(open_rows(wanted, second)) == 30
+    kept = f"{wanted}.bak-1{'' if second else '.part.jsonl'}"
+    assert len(results(kept)) == 30
+
+
+def open_rows(path: str, format: str | None) -> list[bytes]:
+    with open_source(path, format) as source:
+        return source.records(range(source.count))
 
 
 def test_an_unfinished_one_is_gone_on_with_when_the_input_has_grown(given, wanted) -> None:
@@ -114,7 +140,7 @@ def test_an_unfinished_one_is_gone_on_with_when_the_input_has_grown(given, wante
 
 def test_a_table_of_somebody_else_is_left_alone(given, wanted) -> None:
     Path(wanted).write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(OutputFileError, match=r"exists already, and no run has written it.*--restart"):
+    with pytest.raises(OutputFileError, match=r"exists already, and no run in this format has written it.*--restart"):
         run(given, wanted)
     assert listed(wanted) == [os.path.basename(wanted)]
     run(given, wanted, restart=True, stop_after=3)
@@ -158,18 +184,6 @@ def test_a_table_larger_than_files_may_be(given, wanted) -> None:
         output.finish(figures={})
     with open_source(wanted) as source:
         assert json.loads(source.records([0])[0])["text"] == big["text"]
-
-
-def test_a_run_that_was_killed_before_its_journal_went_only_makes_the_table_again(given, wanted) -> None:
-    run(given, wanted, stop_after=30, seed=7)
-    journal = Path(wanted + ".part.jsonl").read_bytes()
-    run(given, wanted, seed=7)
-    Path(wanted + ".part.jsonl").write_bytes(journal)
-    todo: list[set[int]] = []
-    run(given, wanted, seed=7, seen=todo.append)
-    assert todo == [set()]
-    assert len(table(wanted)) == 30
-    assert len(listed(wanted)) == 2
 
 
 # Cells

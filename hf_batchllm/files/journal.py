@@ -99,9 +99,7 @@ class Journal:
         self.path = path
         self.start, self.size = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.key, self.is_error = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=bool)
-        # The last record with a result that the input does not have; and the last whose result is no error.
-        self.beyond: int | None = None
-        self.answer_beyond: int | None = None
+        self.beyond: dict[int, bool] = {}  # records that the input does not have: whether their result is an error
         self._seconds = seconds_between_syncs(fsync)
         self._busy, self._note = busy, note
         self._repairs: list[str] = []
@@ -153,8 +151,7 @@ class Journal:
                 number, key, is_error = found
                 self._end = at
                 if number >= len(self.start):
-                    self.beyond = max(self.beyond or 0, number)
-                    self.answer_beyond = self.answer_beyond if is_error else max(self.answer_beyond or 0, number)
+                    self.beyond[number] = is_error
                     continue
                 self.start[number], self.size[number] = at - len(line), len(line)
                 self.key[number], self.is_error[number] = int(key, 16), is_error
@@ -279,8 +276,8 @@ class Journal:
                 raise OutputFileError(f"{self.path} has become shorter while it was being read")
             yield number, line.rstrip(b"\r\n")
 
-    def close(self, *, remove: bool = False, keep: bool = False) -> None:
-        """Appended results stay. ``remove`` deletes the file; ``keep`` leaves one that was made here, though empty."""
+    def close(self, *, keep: bool = False) -> None:
+        """Appended results stay. ``keep`` leaves a file that was made here, though empty."""
         if self._file.closed:
             return
         try:
@@ -288,7 +285,7 @@ class Journal:
                 self.sync()
         finally:
             with contextlib.suppress(OSError):
-                if (remove or (self.created and not keep and not self.file_size)) and self.has_name:
+                if self.created and not keep and not self.file_size and self.has_name:
                     os.unlink(self.path)
             self._file.close()
 

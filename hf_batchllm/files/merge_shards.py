@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,8 @@ from ..errors import FilesError, OutputFileError, RunChangedError
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
 from ..wording import counted, differing, in_ranges
-from .journal import Journal
-from .output import RESTART_HINT, FileOutput, open_output, writer_of
-from .paths import real_path, reason
+from .output import FileOutput, open_output
+from .paths import real_path
 from .report import MergeReport
 from .run_record import RunRecord, record_path
 from .shards import Shard, output_of, shards_beside
@@ -66,37 +64,27 @@ def merge(
             "Run these jobs again, and each continues; or `--partial` merges what is there"
         )
     with open_output(target, output_format, records=parts.records, restart=restart, note=note) as output:
-        assert isinstance(output, FileOutput)
         record = output.begin(parts.record, np.arange(parts.count))
         left = np.zeros(parts.records, dtype=bool)
         left[output.missing()] = True
-        report = MergeReport(target, parts.of, parts.count, before=parts.count - int(left.sum()))
-        report.errors_in = "response.body.error" if record.settings.get("dialect") == "openai" else "error"
-        if output.complete:  # a table: its journal is gone
-            report.errors = int(record.figures.get("errors") or 0)
-            if not missing and parts.is_error.sum() < report.errors:
-                hint = RESTART_HINT.format(path=target)
-                raise FilesError(
-                    f"{target} was merged before, and some of its errors have a result in the parts now: {hint}"
-                )
-            return report
         # An error that has run again since has a result now.
         wanted = parts.answered & (left | (output.is_error & ~parts.is_error))
-        is_error = np.where(wanted, parts.is_error, output.is_error)[: parts.count]
-        report.errors, report.written = int(is_error.sum()), int(wanted.sum())
-        report.before -= int((wanted & ~left).sum())
-        if wanted.any():
+        report = MergeReport(target, parts.of, parts.count, written=int(wanted.sum()))
+        report.before = parts.count - int((left | wanted).sum())
+        report.errors = int(np.where(wanted, parts.is_error, output.is_error)[: parts.count].sum())
+        report.errors_in = "response.body.error" if record.settings.get("dialect") == "openai" else "error"
+        report.lacks = parts.lacks if report.left else ""
+        if report.written:
             output.start(parts.record.model)
             for lines in parts.lines(wanted):
                 output.append(lines)
-        report.lacks = parts.lacks if report.left else ""
         output.finish(figures=None if report.left else parts.figures(report))
         return report
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A part that has begun. ``results``: how many it has."""
+    """A part that has begun. ``results``: how many it has, of ``size``."""
 
     shard: Shard
     record: RunRecord
@@ -119,11 +107,17 @@ class _Parts:
         self.begun: list[_Begun] = []
         shards = self._found()
         self.of, self.records, self.count = shards[0].of, 0, 0
+        self.answered = self.is_error = np.zeros(0, dtype=bool)
         for shard in shards:
-            record = self._record_of(shard)
+            path = shard.place(output)
+            record = RunRecord.read(record_path(real_path(path)))
+            if record is None and not os.path.getsize(path):
+                continue
             if record is not None:
                 self._check_same_run(shard, record)
-                self._enter(shard, record, note)
+            with FileOutput(path, records=self.records, note=note) as part:  # it refuses results without a record
+                if record is not None:
+                    self._enter(shard, record, part)
         if not self.begun:
             raise OutputFileError(f"{output} cannot be merged: no part of it has begun")
         versions = sorted({part.record.version for part in self.begun})
@@ -149,26 +143,13 @@ class _Parts:
             raise OutputFileError(why)
         return found
 
-    def _record_of(self, shard: Shard) -> RunRecord | None:
-        path = shard.place(self.output)
-        record = RunRecord.read(record_path(real_path(path)))
-        why = ""
-        if record is None:
-            if not os.path.getsize(path):
-                return None
-            why = (
-                f"has results, and {record_path(path)}, which says how they were made, is not there. If you renamed "
-                "the results, rename their .run.json, too; else move the file away"
-            )
-        elif record.part != shard.words:
-            why = f"is of {record.part}, by its run record: give each file its old name, or move it away"
-        if why:
-            raise OutputFileError(f"{path} {why}")
-        return record
-
     def _check_same_run(self, shard: Shard, record: RunRecord) -> None:
+        if record.part != shard.words:
+            why = f"is of {record.part}, by its run record: give each file its old name, or move it away"
+            raise OutputFileError(f"{shard.place(self.output)} {why}")
         if not self.begun:
             self.records, self.count = int(record.input.get("records") or 0), int(record.shard["records"])
+            self.answered, self.is_error = np.zeros((2, self.records), dtype=bool)
             return
         one, other, first = self.begun[0].shard.part, shard.part, self.begun[0].record
         differences = first.differences(record, f"{{name}} is {{before}} in part {one} and {{after}} in part {other}")
@@ -186,42 +167,19 @@ class _Parts:
                 differences,
             )
 
-    def _enter(self, shard: Shard, record: RunRecord, note: Callable[[str], None]) -> None:
-        if not self.begun:
-            self.answered, self.is_error = np.zeros(self.records, dtype=bool), np.zeros(self.records, dtype=bool)
-        with self._opened(shard, note) as journal:
-            has_result, path = journal.start >= 0, shard.place(self.output)
-            if journal.beyond is not None or has_result[self.count :].any():
-                raise OutputFileError(f"{path} has a result for a record beyond the {self.count:,} of the parts")
-            twice = np.flatnonzero(has_result & self.answered)
-            if len(twice):
-                raise OutputFileError(
-                    f"{path} has a result for record {int(twice[0]) + 1:,}, and so has another part: run this part "
-                    "again with `--restart`"
-                )
-            self.answered |= has_result
-            self.is_error |= journal.is_error
-            self.begun.append(_Begun(shard, record, len(journal)))
-
-    @contextmanager
-    def _opened(self, shard: Shard, note: Callable[[str], None] = lambda message: None) -> Iterator[Journal]:
-        path = real_path(shard.place(self.output))
-
-        def busy() -> str:
-            who, then = writer_of(path), "merge when this job has ended, or stop it. What it has written is kept"
-            return f"{shard.words} is being written now{who}: {then}"
-
-        try:
-            journal = Journal(path, self.records, fsync="never", busy=busy, note=note)
-            try:
-                journal.scan()
-                yield journal
-            finally:
-                journal.close()
-        except OSError as error:
-            if isinstance(error, FilesError):
-                raise
-            raise OutputFileError(f"{path} cannot be read: {reason(error)}") from error
+    def _enter(self, shard: Shard, record: RunRecord, part: FileOutput) -> None:
+        has_result = part.journal.start >= 0
+        twice = np.flatnonzero(has_result & self.answered)
+        why = ""
+        if part.journal.beyond or has_result[self.count :].any():
+            why = f"a record beyond the {self.count:,} of the parts"
+        elif len(twice):
+            why = f"record {int(twice[0]) + 1:,}, and so has another part: run this part again with `--restart`"
+        if why:
+            raise OutputFileError(f"{part.path} has a result for {why}")
+        self.answered |= has_result
+        self.is_error |= part.is_error
+        self.begun.append(_Begun(shard, record, len(part)))
 
     @property
     def lacks(self) -> str:
@@ -235,8 +193,7 @@ class _Parts:
         lacks += [f"{hidden:,} more parts are unfinished"] if hidden > 0 else []
         records = self.count - sum(part.size for part in self.begun)
         if records:
-            there = {part.shard.part for part in self.begun}
-            others = [number for number in range(1, self.of + 1) if number not in there]
+            others = sorted({*range(1, self.of + 1)}.difference(part.shard.part for part in self.begun))
             which = f"parts {in_ranges(others, _MOST_SHOWN)} have" if len(others) > 1 else f"part {others[0]:,} has"
             lacks.append(f"{which} not begun ({counted(records, 'record')})")
         return "; ".join(lacks)
@@ -244,26 +201,25 @@ class _Parts:
     @property
     def record(self) -> RunRecord:
         """How all results were made: the run record of one run that made them."""
-        first, records = self.begun[0].record, [part.record for part in self.begun]
+        records = [part.record for part in self.begun]
         return RunRecord(
-            first.settings,
-            first.seed,
+            records[0].settings,
+            records[0].seed,
             next((record.model for record in records if record.model), {}),
-            first.input,
-            first.version,
+            records[0].input,
+            records[0].version,
             min(record.created for record in records),
         )
 
     def lines(self, wanted: np.ndarray) -> Iterator[list[tuple[int, bytes]]]:
         """The results of the records that are ``wanted`` ([records]), part by part."""
-        for part in self.begun:
-            with self._opened(part.shard) as journal:
-                if len(journal) != part.results:
-                    path = part.shard.place(self.output)
-                    raise OutputFileError(f"{path} has changed meanwhile: run the same command again")
-                numbers = np.flatnonzero((journal.start >= 0) & wanted)
+        for begun in self.begun:
+            with FileOutput(begun.shard.place(self.output), records=self.records) as part:
+                if len(part) != begun.results:
+                    raise OutputFileError(f"{part.path} has changed meanwhile: run the same command again")
+                numbers = np.flatnonzero((part.journal.start >= 0) & wanted)
                 for first in range(0, len(numbers), _LINES_AT_ONCE):
-                    yield list(journal.items(numbers[first : first + _LINES_AT_ONCE]))
+                    yield list(part.journal.items(numbers[first : first + _LINES_AT_ONCE]))
 
     def figures(self, report: MergeReport) -> dict[str, Any]:
         """As a run has them. Tokens and seconds are summed over the jobs."""

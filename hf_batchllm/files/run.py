@@ -121,7 +121,7 @@ def _run(
     report.records, report.before = len(numbers), len(numbers) - len(todo)
     report.errors_in = "response.body.error" if reader.dialect == OPENAI else "error"
     done = numbers[~np.isin(numbers, todo)]
-    report.errors = int(record.figures.get("errors") or 0) if output.complete else int(output.is_error[done].sum())
+    report.errors = int(output.is_error[done].sum())
     if options.on_error == "raise":
         _refuse_bad_records(reader, source, todo)
     with ExitStack() as opened:

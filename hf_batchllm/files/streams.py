@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import stat
 from collections.abc import Mapping, Sequence
@@ -16,18 +15,11 @@ from .paths import reason
 from .run_record import RunRecord
 from .sources import Source
 
-_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
-_STANDARD_STREAMS = {"-": 1, "/dev/stdout": 1, "/dev/stderr": 2}
-
-
-def _descriptor_of(path: str) -> int | None:
-    """The descriptor of this process that the name stands for, if it is such a name."""
-    found = _DESCRIPTOR.fullmatch(path)
-    return int(found[1]) if found else _STANDARD_STREAMS.get(path)
+_DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/self/fd/")  # of this process: streams, though they may lead to a file
 
 
 def is_stream(path: str) -> bool:
-    if _descriptor_of(path) is not None:
+    if path == "-" or path.startswith(_DESCRIPTORS):
         return True
     try:
         mode = os.stat(os.path.expanduser(path)).st_mode
@@ -39,7 +31,7 @@ def is_stream(path: str) -> bool:
 class StreamOutput:
     """It has the methods of ``FileOutput``."""
 
-    complete = started = False
+    started = False
     kept = ""
 
     def __init__(self, path: str, source: Source | None = None) -> None:
@@ -47,10 +39,9 @@ class StreamOutput:
         self.name = "stdout" if path == "-" else path
         self._written = 0
         try:
-            own = _descriptor_of(path)  # not opened again: a file would be written to from its first byte
-            self._descriptor = os.dup(own) if own is not None else os.open(path, os.O_WRONLY | os.O_APPEND)
-            if own is not None:
-                os.write(own, b"")  # fails now if it is open for reading alone
+            self._descriptor = os.dup(1) if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND)
+            if path == "-":
+                os.write(1, b"")  # fails now if it is open for reading alone
         except OSError as error:
             raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
         if source is not None and source.is_file(self._descriptor):
@@ -62,11 +53,8 @@ class StreamOutput:
 
     def begin(self, asked: RunRecord, numbers: np.ndarray, *_: Any, **unused: Any) -> RunRecord:
         self._numbers = numbers
+        self.is_error = np.zeros(len(numbers), dtype=bool)
         return asked.begun(None)
-
-    @property
-    def is_error(self) -> np.ndarray:
-        return np.zeros(0, dtype=bool)
 
     def missing(self) -> np.ndarray:
         return self._numbers
