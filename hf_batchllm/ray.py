@@ -348,11 +348,13 @@ class Worker:
         return made
 
     def _generated(self, records: Sequence[PromptRecord]) -> dict[int, list[Generation]]:
+        from .inputs.processors_and_criteria import factory_of
         from .model.device_memory import is_device_error
 
         numbers, asked = [record.number for record in records], dict(self._asked)
         asked["seed"] = SeedOfWhole(self._seed, numbers) if self._sampled else None  # the noise of one whole call
-        asked |= {name: _by_number(asked[name], numbers) for name in _OF_EACH_ROW if _is_function(asked.get(name))}
+        made = {name: factory_of(asked.get(name)) for name in _OF_EACH_ROW}
+        asked |= {name: _by_number(function, numbers) for name, function in made.items() if function is not None}
         if not records:
             return {}
         try:
@@ -395,11 +397,6 @@ class Worker:
         found |= {"adapter": pa.string()} if "adapter" in self._asked else {}
         found |= {"seed": pa.uint64()} if self._sampled else {}
         return pa.schema([(name, found[name]) for name in RESULTS if name in found])
-
-
-def _is_function(given: Any) -> bool:
-    """A LogitsProcessorList can be called, too, and is a list."""
-    return callable(given) and not isinstance(given, list | tuple)
 
 
 def _by_number(function: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
-"""What the tests of ``accelerated`` share: a model, a tokenizer, inputs, and how to see what was not accelerated."""
+"""What the tests of ``accelerated`` share: a model, a tokenizer, inputs, and calls compared with those of the owner."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,8 @@ import torch
 from support_families import build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
+from transformers.utils import ModelOutput
+from transformers.utils.chat_template_utils import Chat
 
 from hf_batchllm import accelerated
 
@@ -91,8 +93,61 @@ def reasons() -> Iterator[list[str]]:
         beginning, _, reason = str(warning.message).partition(": ")
         if beginning.startswith("not accelerated, "):
             # It points at the line that called, not into the library.
-            assert Path(warning.filename).name.startswith("test_") or warning.filename == threading.__file__
+            caller = Path(warning.filename).name.startswith("test_")
+            assert caller or warning.filename in (__file__, threading.__file__)
             said.append(reason)
+
+
+def plain_form(results: Any) -> Any:
+    """Tensors, chats and iterators as lists, so that results can be compared."""
+    if isinstance(results, torch.Tensor):
+        return [str(results.dtype), results.tolist()]
+    if isinstance(results, ModelOutput):
+        return [type(results), plain_form(results.sequences)]
+    if isinstance(results, Chat):
+        return results.messages
+    if isinstance(results, dict):
+        return {name: plain_form(each) for name, each in results.items()}
+    return [plain_form(each) for each in results] if isinstance(results, list | tuple | Iterator) else results
+
+
+def asks(*given: Any, **options: Any) -> Callable[[Any], Any]:
+    """A call of a pipeline."""
+    return lambda pipe: pipe(*given, **options)
+
+
+def alike(owner: Any, *calls: Callable[[Any], Any], **fields: Any) -> list[Any]:
+    """What calls give: the same in a block that serves all of them."""
+    expected = [plain_form(call(owner)) for call in calls]
+    with accelerated_throughout(owner, **fields):
+        for call, wanted in zip(calls, expected, strict=True):
+            assert plain_form(call(owner)) == wanted
+            assert owner.last_report is not None
+    return expected
+
+
+def falls_back(owner: Any, why: str, *calls: Callable[[Any], Any], then: Callable[[Any], Any] | None = None) -> Any:
+    """What calls give: the same in a block that serves none of them, and says ``why`` once; ``then`` it serves one."""
+    expected = [plain_form(call(owner)) for call in calls]
+    with reasons() as said, accelerated(owner):
+        for call, wanted in zip(calls * 2, expected * 2, strict=True):
+            assert plain_form(call(owner)) == wanted
+            assert owner.last_report is None
+        if then is not None:
+            then(owner)
+            assert owner.last_report is not None
+    assert len(said) == 1 and said[0].startswith(why), said
+    return expected
+
+
+def fails_alike(owner: Any, call: Callable[[Any], Any]) -> list[str]:
+    """The owner's own error comes out of a block. Why the call was not served, if that was said."""
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        call(owner)
+    with reasons() as said, accelerated(owner), pytest.raises(type(expected.value)) as got:
+        call(owner)
+    assert (type(got.value), str(got.value)) == (type(expected.value), str(expected.value))
+    return said
 
 
 def same(one: Any, other: Any) -> bool:

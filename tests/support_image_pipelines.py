@@ -1,4 +1,4 @@
-"""What the tests of pipelines for images share: how one is made, what it is given, and how results are compared."""
+"""What the tests of pipelines for images share: how one is made, and what it is given."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from support_image_prompts import PICTURED, model_of, picture, processor_of, shows, user, words
 from transformers import pipeline
-from transformers.utils.chat_template_utils import Chat
 
 PAGE, OTHER = picture(1, 64, 96), picture(2, 96, 64)
 CHATS: list[Any] = [
@@ -37,17 +35,6 @@ def made(task: str, family: str, **given: Any) -> Any:
 
 def placeholder(family: str) -> str:
     return PICTURED[family].shown
-
-
-def plain_form(results: Any) -> Any:
-    """Tensors and chats as lists, so that results can be compared."""
-    if isinstance(results, torch.Tensor):
-        return results.tolist()
-    if isinstance(results, Chat):
-        return results.messages
-    if isinstance(results, list | tuple):
-        return [plain_form(each) for each in results]
-    return {name: plain_form(each) for name, each in results.items()} if isinstance(results, dict) else results
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_batchllm import GeneratorPool
 from hf_batchllm.pool.worker_handle import NUMBER
 
 
@@ -79,3 +81,23 @@ def none_left_behind() -> Iterator[list[int]]:
     while any(map(is_running, started)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not [each for each in started if is_running(each)]
+
+
+@contextmanager
+def ready_pool(load: Load, processes: int = 2, **settings: Any) -> Iterator[GeneratorPool]:
+    """All of its processes have loaded the model, and none of them is there a little after the block."""
+    with none_left_behind() as started, GeneratorPool(load, gpus=["cpu"] * processes, **settings) as pool:
+        pool.wait()
+        started += process_ids(pool)
+        yield pool
+
+
+def process_ids(pool: GeneratorPool) -> list[int]:
+    return [worker.process_id for worker in pool._crew.workers]
+
+
+@contextmanager
+def all_heard() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        yield heard

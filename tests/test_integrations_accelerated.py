@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_accelerated import CHATS, GREEDY, TEXTS, accelerated_throughout, beyond_eight, made, reasons, same
+from support_accelerated import CHATS, GREEDY, TEXTS, accelerated_throughout, alike, beyond_eight, made, reasons, same
 from support_accelerated import inputs as inputs  # fixtures
 from support_accelerated import model as model
 from support_accelerated import tokenizer as tokenizer
@@ -42,18 +42,19 @@ from hf_batchllm import accelerated
     ids=str,
 )
 def test_batches_come_out_the_same(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> None:
-    expected = model.generate(**inputs, **options)
-    with accelerated_throughout(model):
-        assert same(model.generate(**inputs, **options), expected)
-        assert model.last_report.sequences == 3
+    alike(model, lambda model: model.generate(**inputs, **options))
+    assert model.last_report.sequences == 3
 
 
 def test_positional_arguments_stand_where_they_stand_in_generate(model: Any, inputs: dict[str, Any]) -> None:
     ids, config = inputs["input_ids"], GenerationConfig(max_new_tokens=4, pad_token_id=0)
-    expected = model.generate(ids, config, None, None)
-    with accelerated_throughout(model):
-        assert same(model.generate(ids, config, None, None), expected)
-        assert same(model.generate(ids[:1], generation_config=config), model.generate(inputs=ids[:1], max_new_tokens=4))
+    _, one, named = alike(
+        model,
+        lambda model: model.generate(ids, config, None, None),
+        lambda model: model.generate(ids[:1], generation_config=config),
+        lambda model: model.generate(inputs=ids[:1], max_new_tokens=4),
+    )
+    assert one == named
     assert config == GenerationConfig(max_new_tokens=4, pad_token_id=0)
 
 
@@ -61,11 +62,7 @@ def test_a_chat(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [{"role": "user", "content": "w30 w31"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert inputs["input_ids"].tolist() == [[3, 30, 31, 4]]
-    expected = model.generate(**inputs, max_new_tokens=5)
-    with accelerated_throughout(model):
-        got = model.generate(**inputs, max_new_tokens=5)
-        assert same(got, expected)
-        assert tokenizer.decode(got[0, inputs["input_ids"].shape[1] :])
+    alike(model, lambda model: model.generate(**inputs, max_new_tokens=5))
 
 
 def test_samples_of_a_row_stand_beside_each_other(model: Any, inputs: dict[str, Any]) -> None:
@@ -131,10 +128,8 @@ def test_streamers_of_several_rows_are_fed_by_the_original(model: Any, tokenizer
 def test_ends_of_one_row(model: Any, options: dict[str, Any]) -> None:
     options = {"tokenizer": letter_tokenizer(), "max_new_tokens": 20, **options}
     for ids in ([[5, 6, 7, 8]], [[0, 0, 5, 6]]):
-        given = {"inputs": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0).long()}
-        expected = model.generate(**given, **options)
-        with accelerated_throughout(model):
-            assert same(model.generate(**given, **options), expected)
+        given = {"inputs": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0).long(), **options}
+        alike(model, lambda model, given=given: model.generate(**given))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +144,4 @@ def test_ends_of_one_row(model: Any, options: dict[str, Any]) -> None:
 def test_ends_of_several_rows(model: Any, options: dict[str, Any]) -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [30, 31, 32, 33]])
     options = {"tokenizer": letter_tokenizer(), "eos_token_id": 99, "pad_token_id": 0, "max_new_tokens": 20, **options}
-    expected = model.generate(ids, **options)
-    with accelerated_throughout(model):
-        assert same(model.generate(ids, **options), expected)
+    alike(model, lambda model: model.generate(ids, **options))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_accelerated import beyond_eight, reasons, same
+from support_accelerated import beyond_eight, fails_alike, falls_back, reasons, same
 from support_accelerated import inputs as inputs  # fixtures
 from support_accelerated import model as model
 from support_accelerated import tokenizer as tokenizer
@@ -89,45 +89,35 @@ FALLBACKS: dict[str, dict[str, Any]] = {
 }
 
 
+MADE_ANEW = ("past_key_values", "custom_generate")  # for each call
+
+
 @pytest.mark.parametrize("reason", FALLBACKS)
 def test_what_is_not_supported_goes_to_the_original_and_says_why_once(model: Any, reason: str) -> None:
-    def arguments() -> dict[str, Any]:
+    def call(model: Any) -> Any:
         given = {"inputs": torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]]), "max_new_tokens": 4, **FALLBACKS[reason]}
-        lookup = given.pop("past_key_values", None), given.pop("custom_generate", None)
-        made = dict(zip(("past_key_values", "custom_generate"), lookup, strict=True))
-        return given | {name: make() for name, make in made.items() if make is not None}
+        return model.generate(**{name: value() if name in MADE_ANEW else value for name, value in given.items()})
 
-    expected = model.generate(**arguments())
-    with reasons() as said:
-        with accelerated(model):
-            for _ in range(2):
-                assert same(model.generate(**arguments()), expected)
-            assert model.last_report is None
-        with accelerated(model):
-            model.generate(**arguments())
-    assert len(said) == 2 and said[0] == said[1] and said[0].startswith(reason)  # once in each block
+    for _ in range(2):  # once in each block
+        falls_back(model, reason, call)
 
 
 def test_sharded_models_run_in_step_as_transformers_has_them(
     model: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = model.generate(**inputs, max_new_tokens=3)
     monkeypatch.setattr(utils, "is_fsdp_managed_module", lambda module: True)
     monkeypatch.setattr(utils, "_get_torch_distributed_world_size", lambda: 2)
     monkeypatch.setattr(type(model), "_has_unfinished_sequences", lambda self, finished, *_, **__: not finished)
-    with reasons() as said, accelerated(model):
-        assert same(model.generate(**inputs, max_new_tokens=3), expected)
-    assert len(said) == 1 and said[0].startswith("`synced_gpus`")
+    falls_back(model, "`synced_gpus`", lambda model: model.generate(**inputs, max_new_tokens=3))
 
 
 def test_continuous_batching_is_left_to_transformers(model: Any, inputs: dict[str, Any]) -> None:
     model.generate = lambda **kwargs: "batched"
     try:
-        with reasons() as said, accelerated(model):
-            assert model.generate(**inputs, cache_implementation="paged") == "batched"
+        why = '`cache_implementation` is "paged": transformers\' own continuous batching'
+        falls_back(model, why, lambda model: model.generate(**inputs, cache_implementation="paged"))
     finally:
         del model.generate
-    assert said == ['`cache_implementation` is "paged": transformers\' own continuous batching']
 
 
 def test_each_reason_is_told_apart(model: Any) -> None:
@@ -165,11 +155,7 @@ def test_each_reason_is_told_apart(model: Any) -> None:
 )
 def test_errors_of_generate_are_its_own(model: Any, arguments: dict[str, Any]) -> None:
     arguments = {"inputs": torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]]), "max_new_tokens": 4, **arguments}
-    with pytest.raises(Exception) as expected:  # noqa: PT011
-        model.generate(**arguments)
-    with reasons() as said, accelerated(model), pytest.raises(type(expected.value)) as got:
-        model.generate(**arguments)
-    assert str(got.value) == str(expected.value)
+    said = fails_alike(model, lambda model: model.generate(**arguments))
     assert bool(said) == ("generation_config" in arguments)  # its error would not tell anybody what is wrong
 
 

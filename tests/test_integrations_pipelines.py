@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,13 @@ from support_accelerated import (
     GREEDY,
     TEXTS,
     accelerated_throughout,
+    alike,
+    asks,
     beyond_eight,
+    fails_alike,
+    falls_back,
     made,
+    plain_form,
     reasons,
     word_tokenizer,
 )
@@ -105,14 +111,11 @@ def of_datasets() -> Any:
     ids=str,
 )
 def test_every_option_gives_what_it_gave(pipe: Any, options: dict[str, Any]) -> None:
-    given = (TEXTS, TEXTS[0], CHATS, CHATS[0], [TEXTS[0]], tuple(CHATS), tuple(CHATS[0]), [PREFILLED], PREFILLED)
-    expected = [pipe(each, **GREEDY, **options) for each in given]
-    with warnings.catch_warnings(), accelerated_throughout(pipe):
+    given = (TEXTS, TEXTS[0], CHATS[0], [TEXTS[0]], tuple(CHATS), tuple(CHATS[0]), [PREFILLED], PREFILLED, CHATS)
+    with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        for each, wanted in zip(given, expected, strict=True):
-            assert pipe(each, **GREEDY, **options) == wanted
-            if each is CHATS:
-                assert pipe.last_report.sequences == 3 * options.get("num_return_sequences", 1)
+        alike(pipe, *[asks(each, **GREEDY, **options) for each in given])
+    assert pipe.last_report.sequences == 3 * options.get("num_return_sequences", 1)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +131,7 @@ def test_every_option_gives_what_it_gave(pipe: Any, options: dict[str, Any]) -> 
 )
 def test_where_options_come_from(options: dict[str, Any]) -> None:
     for at_first, later in ((options, {}), ({}, options)):
-        pipe = made(**at_first)
-        expected = pipe(TEXTS, **later)
-        with accelerated_throughout(pipe):
-            assert pipe(TEXTS, **later) == expected
+        alike(made(**at_first), asks(TEXTS, **later))
 
 
 @pytest.mark.some_cases
@@ -181,10 +181,8 @@ def test_stop_sequences() -> None:
     several = "stop_strings" in pipe._sanitize_parameters(stop_sequence="a")[1]  # transformers 5.17 takes one
     for stop in ("a", ["a", "cc"] if several else "cc"):
         call = {"max_new_tokens": 12, "do_sample": False, "stop_sequence": stop, "return_full_text": False}
-        expected = pipe(["abcdef", "fedcba", "aabbcc", "ff"], **call)
-        with accelerated_throughout(pipe):
-            got = pipe(["abcdef", "fedcba", "aabbcc", "ff"], **call)
-        assert got == expected and len({len(answer[0]["generated_text"]) for answer in got}) > 1
+        (got,) = alike(pipe, asks(["abcdef", "fedcba", "aabbcc", "ff"], **call))
+        assert len({len(answer[0]["generated_text"]) for answer in got}) > 1
 
 
 def test_samples_are_filled_up(pipe: Any) -> None:
@@ -202,20 +200,14 @@ def test_samples_are_filled_up(pipe: Any) -> None:
 
 
 def test_an_empty_prompt_begins_from_bos(pipe: Any) -> None:
-    for given in ("", [""], ["", TEXTS[0]]):
-        for more in ({}, {"return_tensors": True}):
-            expected = pipe(given, bos_token_id=5, **GREEDY, **more)
-            with accelerated_throughout(pipe):
-                assert pipe(given, bos_token_id=5, **GREEDY, **more) == expected
+    for more in ({}, {"return_tensors": True}):
+        alike(pipe, *[asks(given, bos_token_id=5, **GREEDY, **more) for given in ("", [""], ["", TEXTS[0]])])
 
 
 def test_without_a_pad_token_and_without_masks() -> None:
     tokenizer = copy.deepcopy(word_tokenizer())
     tokenizer.pad_token, tokenizer.model_input_names = None, ["input_ids"]
-    bare = made(tokenizer=tokenizer)
-    expected = bare([TEXTS[0]], **GREEDY)
-    with accelerated_throughout(bare):
-        assert bare([TEXTS[0]], **GREEDY) == expected
+    alike(made(tokenizer=tokenizer), asks([TEXTS[0]], **GREEDY))
 
 
 def test_a_streamer_is_told_of_a_single_prompt(pipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,11 +254,9 @@ def test_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{start}{land}?\nA:" for land in ("France", "Germany")]
     chats = [[{"role": "user", "content": f"The capital of {land} is"}] for land in ("France", "Germany")]
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
-    call = {"max_new_tokens": 2, "do_sample": False}
-    expected = [pipe(given, batch_size=2, **call) for given in (texts, chats)]
-    assert "Paris" in expected[0][0][0]["generated_text"] and "Berlin" in expected[0][1][0]["generated_text"]
-    with accelerated_throughout(pipe):
-        assert [pipe(given, **call) for given in (texts, chats)] == expected
+    call = {"batch_size": 2, "max_new_tokens": 2, "do_sample": False}
+    expected, _ = alike(pipe, asks(texts, **call), asks(chats, **call))
+    assert "Paris" in expected[0][0]["generated_text"] and "Berlin" in expected[1][0]["generated_text"]
 
 
 # -- results that are read later -------------------------------------------------------------------------------
@@ -381,55 +371,40 @@ def test_what_cannot_be_served_goes_its_usual_way_and_says_why(options: dict[str
         pipe = made(tokenizer=tokenizer)
         pipe.model = copy.copy(pipe.model)
         pipe.model.generation_config = GenerationConfig()
-    for make in (lambda: TEXTS, lambda: generated(TEXTS)):
+
+    def seeded(pipe: Any, make: Any) -> Any:
         set_seed(1)
-        expected = list(pipe(make(), **call))
-        after = torch.get_rng_state()  # transformers' DataLoader moves it, too
-        with reasons() as said, accelerated(pipe):
-            for _ in range(2):
-                set_seed(1)
-                assert list(pipe(make(), **call)) == expected
-                assert torch.equal(torch.get_rng_state(), after)
-            assert pipe.last_report is None
-            pipe(TEXTS, **GREEDY)
-            assert pipe.last_report is not None
-        assert len(said) == 1 and said[0].startswith(says)
+        return [plain_form(pipe(make(TEXTS), **call)), torch.get_rng_state()]  # transformers' DataLoader moves it, too
+
+    for make in (list, generated):
+        falls_back(pipe, says, partial(seeded, make=make), then=asks(TEXTS, **GREEDY))
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda pipe: pipe(3),
-        lambda pipe: pipe(["w5", 3]),
-        lambda pipe: pipe(""),
-        lambda pipe: pipe(TEXTS, max_new_tokenz=3),
-        lambda pipe: pipe(TEXTS, seed=3),
-        lambda pipe: pipe(TEXTS, progress=False),
-        lambda pipe: pipe(TEXTS, max_new_tokens=0),
-        lambda pipe: pipe(TEXTS, generation_config=[GenerationConfig(max_new_tokens=2)] * 3),
-        lambda pipe: pipe(TEXTS, num_return_sequences=2, do_sample=False),
-        lambda pipe: pipe(TEXTS, handle_long_generation="x"),
+        asks(3),
+        asks(["w5", 3]),
+        asks(""),
+        asks(TEXTS, max_new_tokenz=3),
+        asks(TEXTS, seed=3),
+        asks(TEXTS, progress=False),
+        asks(TEXTS, max_new_tokens=0),
+        asks(TEXTS, generation_config=[GenerationConfig(max_new_tokens=2)] * 3),
+        asks(TEXTS, num_return_sequences=2, do_sample=False),
+        asks(TEXTS, handle_long_generation="x"),
         lambda pipe: list(pipe(generated(["w5", 3]))),
-        lambda pipe: pipe([]),
+        asks([]),
     ],
 )
 def test_errors_are_its_own(pipe: Any, call: Any) -> None:
-    with pytest.raises(Exception) as expected:  # noqa: PT011
-        call(pipe)
-    with warnings.catch_warnings(), accelerated(pipe):
-        warnings.simplefilter("ignore")
-        with pytest.raises(Exception) as got:  # noqa: PT011
-            call(pipe)
-    assert type(got.value) is type(expected.value)
-    assert str(got.value) == str(expected.value)
+    fails_alike(pipe, call)
 
 
 def test_padding_on_the_left_is_not_computed(pipe: Any) -> None:
     for more in ({"return_full_text": False}, {"return_tensors": True}):
-        expected = pipe(TEXTS, **GREEDY, **PADDED, **more)
-        with accelerated_throughout(pipe):
-            assert pipe(TEXTS, **GREEDY, **PADDED, **more) == expected
-            assert pipe.last_report.prompt_tokens == 6 + 5 + 1
+        alike(pipe, asks(TEXTS, **GREEDY, **PADDED, **more))
+        assert pipe.last_report.prompt_tokens == 6 + 5 + 1
 
 
 def test_padding_on_the_right_is_what_it_is_without() -> None:
@@ -438,15 +413,10 @@ def test_padding_on_the_right_is_what_it_is_without() -> None:
     alone = pipe(TEXTS, **GREEDY)
     tokenizer.padding_side = "right"  # which the pipeline had set to "left"
     for call in ({**GREEDY, **PADDED}, {**GREEDY, "batch_size": 3}):
-        expected = pipe(TEXTS, **call)
-        with reasons() as said, accelerated(pipe):
-            assert pipe(TEXTS, **call) == expected
-            assert list(pipe(generated(TEXTS), **call)) == expected
-            assert pipe.last_report is None
-            assert pipe(TEXTS, **GREEDY) == alone
-            assert pipe.last_report is not None
-        assert len(said) == 1 and said[0].startswith("`attention_mask` marks padding on the right")
-        assert expected != alone
+        why, texts = "`attention_mask` marks padding on the right", Texts(TEXTS)
+        expected = falls_back(pipe, why, asks(TEXTS, **call), asks(texts, **call), then=asks(TEXTS, **GREEDY))
+        assert expected[0] == expected[1] != plain_form(alone)
+    alike(pipe, asks(TEXTS, **GREEDY))
 
 
 def test_what_was_put_in_meanwhile(pipe: Any) -> None:

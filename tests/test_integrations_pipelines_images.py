@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support_accelerated import accelerated_throughout, reasons
-from support_image_pipelines import CHATS, GREEDY, OTHER, PAGE, made, pictures_made, placeholder, plain_form
+from support_accelerated import accelerated_throughout, alike, fails_alike, falls_back, plain_form, reasons
+from support_image_pipelines import CHATS, GREEDY, OTHER, PAGE, made, pictures_made, placeholder
 from support_image_prompts import PICTURED, model_of, shows, user, words
 from support_kernels import plain
 from support_letter_tokenizers import letter_tokens
@@ -51,16 +51,8 @@ def pipe() -> Any:
     return made(TASK, FAMILY)
 
 
-def both_ways(pipe: Any, *calls: dict[str, Any], **fields: Any) -> list[Any]:
-    """Results of calls, which are the same without and within a block, where all of them are served."""
-    expected = [pipe(**copy.deepcopy(call)) for call in calls]  # transformers' own writes into what it was passed
-    expected = [plain_form(each if isinstance(each, list) else list(each)) for each in expected]
-    with accelerated_throughout(pipe, **fields):
-        for call, wanted in zip(calls, expected, strict=True):
-            got = pipe(**copy.deepcopy(call))
-            assert plain_form(got if isinstance(got, list) else list(got)) == wanted
-            assert pipe.last_report is not None
-    return expected
+def asks(**call: Any) -> Any:
+    return lambda pipe: pipe(**copy.deepcopy(call))  # transformers' own writes into what it was passed
 
 
 @pytest.mark.some_cases
@@ -72,7 +64,7 @@ def test_families(family: str) -> None:
     alone = [pipe(chat, **GREEDY) for chat in CHATS]
     with accelerated_throughout(pipe):
         assert pipe(CHATS, **GREEDY) == alone
-    both_ways(pipe, {"images": [[PAGE], [OTHER, PAGE]], "text": texts, **GREEDY}, min_shared_tokens=2)
+    alike(pipe, asks(images=[[PAGE], [OTHER, PAGE]], text=texts, **GREEDY), min_shared_tokens=2)
     del pipe.last_report
     assert {name: value for name, value in vars(pipe).items() if name != "call_count"} == before
 
@@ -95,7 +87,8 @@ def test_families(family: str) -> None:
 def test_every_option_gives_what_it_gave(pipe: Any, options: dict[str, Any]) -> None:
     chats = [CHATS[0], CHATS[2], CHATS[3], CONTINUED]  # in some versions beams mix several images of a prompt up
     call = {"text": chats, "max_new_tokens": 5, **options}
-    both_ways(pipe, call, {**call, "text": chats[0]}, {**call, "text": None, "images": chats[0]})
+    one, as_images = {**call, "text": chats[0]}, {**call, "text": None, "images": chats[0]}
+    alike(pipe, asks(**call), asks(**one), asks(**as_images))
 
 
 @pytest.mark.parametrize(
@@ -116,14 +109,12 @@ def test_every_option_gives_what_it_gave(pipe: Any, options: dict[str, Any]) -> 
     ],
 )
 def test_forms_of_inputs(pipe: Any, given: dict[str, Any]) -> None:
-    both_ways(pipe, {**given, **GREEDY})
+    alike(pipe, asks(**given, **GREEDY))
 
 
 def test_generators(pipe: Any) -> None:
     for items in (CHATS, PAIRS):
-        expected = list(pipe((each for each in items), **GREEDY))
-        with accelerated_throughout(pipe):
-            assert list(pipe((each for each in items), **GREEDY)) == expected
+        alike(pipe, lambda pipe, items=items: pipe((each for each in items), **GREEDY))
 
 
 def test_stop_sequences() -> None:
@@ -136,7 +127,7 @@ def test_stop_sequences() -> None:
     pipe.model.generation_config.suppress_tokens = list(range(100, model_of(FAMILY).config.text_config.vocab_size))
     call = {"max_new_tokens": 12, "return_full_text": False, "stop_sequence": "b"}
     inputs = [{"images": image, "text": f"abc{IMAGE}{end}"} for image in (PAGE, OTHER) for end in ("a", "cde")]
-    (got,) = both_ways(pipe, {"images": Pairs(inputs), **call})
+    (got,) = alike(pipe, asks(images=Pairs(inputs), **call))
     assert len({len(answer[0]["generated_text"]) for answer in got}) > 1
 
 
@@ -159,33 +150,18 @@ def test_an_image_is_made_once_and_read_once(tmp_path: Any) -> None:
 
 
 def test_what_cannot_be_served_goes_its_usual_way_and_says_why(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def texts() -> dict[str, Any]:
-        return {"images": [[PAGE], [OTHER, PAGE]], "text": [f"w3 {IMAGE} w4", f"w5 {IMAGE} w6 {IMAGE} w7"], **GREEDY}
-
+    texts = {"images": [[PAGE], [OTHER, PAGE]], "text": [f"w3 {IMAGE} w4", f"w5 {IMAGE} w6 {IMAGE} w7"], **GREEDY}
     stopping = {"stopping_criteria": [lambda ids, scores: torch.ones(len(ids), dtype=torch.bool)]}
-    calls: list[tuple[Any, str]] = [
-        (lambda: {"text": CHATS, "max_new_tokens": 5, "generate_kwargs": dict(stopping)}, "`stopping_criteria` has a"),
-        (
-            lambda: {**texts(), "max_new_tokens": None, "generate_kwargs": {"max_length": 60}},
-            "`max_length` would count",
-        ),
-    ]
-    for call, why in calls:
-        expected = plain_form(pipe(**call()))
-        with reasons() as said, accelerated(pipe):
-            assert plain_form(pipe(**call())) == expected
-            assert pipe.last_report is None
-        assert len(said) == 1 and said[0].startswith(why)
+    longest = {**texts, "max_new_tokens": None, "generate_kwargs": {"max_length": 60}}
+    falls_back(pipe, "`stopping_criteria` has a", asks(text=CHATS, max_new_tokens=5, generate_kwargs=stopping))
+    falls_back(pipe, "`max_length` would count", asks(**longest), then=asks(text=CHATS, **GREEDY))
     monkeypatch.setattr(pipe.processor.tokenizer, "padding_side", "right")
-    expected = plain_form(pipe(**texts()))
-    with reasons() as said, accelerated(pipe):
-        assert plain_form(pipe(**texts())) == expected
-    assert len(said) == 1 and said[0].startswith("`attention_mask` marks padding on the right")
+    falls_back(pipe, "`attention_mask` marks padding on the right", asks(**texts))
     monkeypatch.undo()
-    expected = pipe(CHATS, **GREEDY)
+    expected = plain_form(pipe(CHATS, **GREEDY))
     monkeypatch.setattr(image_models, "_SERVED", ())
     with reasons() as said, accelerated(pipe):
-        assert pipe(CHATS, **GREEDY) == expected
+        assert plain_form(pipe(CHATS, **GREEDY)) == expected
     assert said[0].startswith("prompt 0: holds `pixel_values`, which cannot be taken: images are not supported for Ll")
 
 
@@ -202,13 +178,7 @@ def test_what_cannot_be_served_goes_its_usual_way_and_says_why(pipe: Any, monkey
     ],
 )
 def test_errors_are_its_own(pipe: Any, call: dict[str, Any]) -> None:
-    with pytest.raises(Exception) as expected:  # noqa: PT011
-        pipe(**copy.deepcopy(call))
-    with warnings.catch_warnings(), accelerated(pipe):
-        warnings.simplefilter("ignore")
-        with pytest.raises(Exception) as got:  # noqa: PT011
-            pipe(**copy.deepcopy(call))
-    assert (type(got.value), str(got.value)) == (type(expected.value), str(expected.value))
+    fails_alike(pipe, asks(**call))
 
 
 def test_methods_of_its_own(pipe: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support_families import build
 from support_letter_tokenizers import letter_tokenizer
-from support_pool import Load
+from support_pool import Load, process_ids, ready_pool
 from support_quick_workers import quick_workers
 
 from hf_batchllm import BatchGenerator, FileReport, GeneratorPool, merge_shards, run_file
@@ -180,22 +180,16 @@ def test_what_the_command_refuses(more: list[str], why: str, folder: Path, capsy
     assert not (folder / "none.jsonl").exists()
 
 
-def test_a_worker_that_is_killed_costs_no_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_is_killed_costs_no_line(one: BatchGenerator, tmp_path: Path) -> None:
     """And the user is told."""
     source = written(tmp_path / "in.jsonl", lines(400, temperature=1.0))
-    with (
-        GeneratorPool(Load(slow={0: 0.01, 1: 0.01}), letter_tokenizer(97), gpus=["cpu", "cpu"]) as pool,
-        BatchGenerator(build("llama"), letter_tokenizer(97)) as one,
-    ):
-        while not all(worker.ready for worker in pool._crew.alive):
-            pool._crew.next_event(0.1)
+    slow = Load(slow={0: 0.01, 1: 0.01})
+    with ready_pool(slow, tokenizer=letter_tokenizer(97)) as pool:
         run_file(pool, source, tmp_path / "warm.jsonl", max_new_tokens=2, seed=2, limit=8, progress=False)
-        os.kill(pool._crew.workers[0].process_id, signal.SIGKILL)
+        os.kill(process_ids(pool)[0], signal.SIGKILL)
         with pytest.warns(UserWarning, match="SIGKILL"):
             run_file(pool, source, tmp_path / "pool.jsonl", max_new_tokens=20, seed=2, progress=False)
-        run_file(one, source, tmp_path / "one.jsonl", max_new_tokens=20, seed=2, progress=False)
+    run_file(one, source, tmp_path / "one.jsonl", max_new_tokens=20, seed=2, progress=False)
     assert (tmp_path / "pool.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 

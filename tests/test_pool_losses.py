@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import build, random_prompts
-from support_pool import Load, is_running, none_left_behind
+from support_pool import Load, all_heard, is_running, none_left_behind, process_ids, ready_pool
 from support_quick_python import QuickPython
 from support_quick_workers import quick_workers
 from transformers import GenerationConfig
@@ -46,13 +46,6 @@ SLOW = {0: 0.004, 1: 0.004, 2: 0.004}
 def wanted(prompts: list[list[int]] = PROMPTS, **given: Any) -> BatchResult:
     with BatchGenerator(build("llama")) as one:
         return one.generate(prompts, **GIVEN | given)
-
-
-def ready(pool: GeneratorPool) -> GeneratorPool:
-    """Once all of its processes have loaded the model."""
-    while not all(worker.ready for worker in pool._crew.alive):
-        pool._crew.next_event(0.1)
-    return pool
 
 
 def said(heard: list[warnings.WarningMessage]) -> list[str]:
@@ -82,13 +75,10 @@ def wanted_after() -> BatchResult:
 @pytest.mark.some_cases
 @pytest.mark.parametrize(("how", "processes"), [(signal.SIGKILL, 3), (signal.SIGSEGV, 2)])
 def test_a_process_is_killed(how: signal.Signals, processes: int) -> None:
-    with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu"] * processes) as pool:
-        ready(pool)
-        started += [worker.process_id for worker in pool._crew.workers]
-        lost = pool._crew.workers[random.Random(how).randrange(processes)]
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            found = after(pool, 5, lambda: os.kill(lost.process_id, how))
+    with ready_pool(Load(slow=SLOW), processes) as pool:
+        lost = process_ids(pool)[random.Random(how).randrange(processes)]
+        with all_heard() as heard:
+            found = after(pool, 5, lambda: os.kill(lost, how))
             assert found == wanted_after()
             assert len(said(heard)) == 1 and how.name in said(heard)[0] and "go to the other" in said(heard)[0]
             assert pool.generate(PROMPTS, **GIVEN) == wanted(), "the next call goes on without it"
@@ -100,10 +90,8 @@ def test_a_process_is_killed(how: signal.Signals, processes: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:the process on")
 def test_all_are_killed() -> None:
-    with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu", "cpu"]) as pool:
-        ready(pool)
-        started += [worker.process_id for worker in pool._crew.workers]
-        for number in started:
+    with ready_pool(Load(slow=SLOW)) as pool:
+        for number in process_ids(pool):
             threading.Timer(0.4, os.kill, (number, signal.SIGKILL)).start()
         with pytest.raises(PoolError, match=r"no process of the pool is left.*SIGKILL") as error:
             pool.generate(PROMPTS * 20, **GIVEN | {"seed": 1, "max_new_tokens": 2000, "eos_token_id": None})
@@ -115,21 +103,14 @@ def test_all_are_killed() -> None:
 
 def test_a_process_hangs() -> None:
     """It is stopped, say by a debugger: nothing comes of it, and it does not end."""
-    with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu", "cpu"], patience=3.0) as pool:
-        ready(pool)
-        started += [worker.process_id for worker in pool._crew.workers]
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            assert after(pool, 3, lambda: os.kill(started[0], signal.SIGSTOP)) == wanted_after()
+    with ready_pool(Load(slow=SLOW), patience=3.0) as pool, all_heard() as heard:
+        assert after(pool, 3, lambda: os.kill(process_ids(pool)[0], signal.SIGSTOP)) == wanted_after()
         assert len(said(heard)) == 1 and "has not got on for" in said(heard)[0]
 
 
 def test_a_step_hangs() -> None:
     """The process is there, and its threads answer, but the model's step does not end."""
-    hangs = Load(slow={1: 600.0})
-    with none_left_behind() as started, GeneratorPool(hangs, gpus=["cpu", "cpu"], patience=3.0) as pool:
-        ready(pool)
-        started += [worker.process_id for worker in pool._crew.workers]
+    with ready_pool(Load(slow={1: 600.0}), patience=3.0) as pool:
         with pytest.warns(UserWarning, match="has not got on for"):
             assert pool.generate(PROMPTS, **GIVEN) == wanted()
 
@@ -140,12 +121,10 @@ def test_a_step_hangs() -> None:
 )
 def test_a_device_fails_or_is_full(error: Exception) -> None:
     """Where a step cannot even run in parts."""
-    with GeneratorPool(Load(fails_at_work={0: error}, slow=SLOW), gpus=["cpu", "cpu"], max_batch_tokens=64) as pool:
-        ready(pool)
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            assert pool.generate(PROMPTS, **GIVEN) == wanted()
-        assert len(said(heard)) == 1 and str(error) in said(heard)[0]
+    load = Load(fails_at_work={0: error}, slow=SLOW)
+    with ready_pool(load, max_batch_tokens=64) as pool, all_heard() as heard:
+        assert pool.generate(PROMPTS, **GIVEN) == wanted()
+    assert len(said(heard)) == 1 and str(error) in said(heard)[0]
 
 
 @pytest.mark.filterwarnings("ignore:the process on")
@@ -157,13 +136,12 @@ def test_all_devices_are_full() -> None:
 
 
 def test_one_cannot_load_the_model() -> None:
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        with GeneratorPool(Load(fails={1: torch.OutOfMemoryError("no room")}), gpus=["cpu", "cpu"]) as pool:
-            assert pool.generate(PROMPTS, **GIVEN) == wanted()
-            ready(pool)
-            assert pool.generate(PROMPTS, **GIVEN) == wanted()
-            assert len(pool) == 1
+    fails = Load(fails={1: torch.OutOfMemoryError("no room")})
+    with all_heard() as heard, GeneratorPool(fails, gpus=["cpu", "cpu"]) as pool:
+        assert pool.generate(PROMPTS, **GIVEN) == wanted()
+        pool.wait()
+        assert pool.generate(PROMPTS, **GIVEN) == wanted()
+        assert len(pool) == 1
     assert len(said(heard)) == 1 and "no room" in said(heard)[0]
 
 
@@ -184,8 +162,7 @@ def test_a_process_is_late() -> None:
 
 def test_a_slow_process_hands_work_over() -> None:
     prompts = random_prompts(random.Random(5), 97, "distinct", 120)
-    with GeneratorPool(Load(slow={0: 0.2}), gpus=["cpu", "cpu"], max_batch_tokens=32) as pool:
-        ready(pool)
+    with ready_pool(Load(slow={0: 0.2}), max_batch_tokens=32) as pool:
         result = pool.generate(prompts, **GIVEN)
         assert result == wanted(prompts)
         assert result.report is not None
@@ -194,8 +171,7 @@ def test_a_slow_process_hands_work_over() -> None:
 
 
 def test_a_process_has_nothing_to_do() -> None:
-    with GeneratorPool(Load(), gpus=["cpu"] * 3) as pool:
-        ready(pool)
+    with ready_pool(Load(), 3) as pool:
         assert pool.generate(PROMPTS[:1], **GIVEN) == wanted(PROMPTS[:1])
         assert pool.generate(PROMPTS[:2], **GIVEN) == wanted(PROMPTS[:2])
 
@@ -220,15 +196,13 @@ def test_models_that_differ_are_found(what: str) -> None:
         pytest.raises(PoolError, match=f"has loaded {named} than another"),
         GeneratorPool(Load(**{f"other_{what}": (1,)}), gpus=["cpu"] * 2) as pool,
     ):
-        ready(pool)
+        pool.wait()
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c() -> None:
     """It reaches this process alone: the workers go on with the next call."""
-    with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu", "cpu"]) as pool:
-        ready(pool)
-        started += [worker.process_id for worker in pool._crew.workers]
+    with ready_pool(Load(slow=SLOW)) as pool:
         for seconds in (0.05, 0.6):
             gc.collect()  # an interrupt that comes while an earlier test's connection is collected is lost
             timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
@@ -238,7 +212,7 @@ def test_ctrl_c() -> None:
             part = interrupt.value.result
             assert pool.interrupted is part and all(row.token_ids for row in part)
             assert pool.generate(PROMPTS, **GIVEN) == wanted()
-        assert all(map(is_running, started))
+        assert all(map(is_running, process_ids(pool)))
 
 
 SCRIPT = """
@@ -283,7 +257,7 @@ def test_no_process_is_left_where_this_one_ends(how: str, tmp_path: Path) -> Non
 def test_a_pool_that_is_closed_or_busy() -> None:
     with none_left_behind() as started:
         pool = GeneratorPool(Load(), gpus=["cpu"])
-        started += [worker.process_id for worker in pool._crew.workers]
+        started += process_ids(pool)
         assert "LlamaForCausalLM, the CPU" in repr(pool)
         stream = pool.stream(PROMPTS, **GIVEN)
         next(stream)
@@ -301,7 +275,7 @@ def test_a_pool_that_is_closed_or_busy() -> None:
 def test_a_pool_that_nobody_holds_ends_by_itself() -> None:
     with none_left_behind() as started:
         pool = GeneratorPool(Load(), gpus=["cpu"])
-        started += [worker.process_id for worker in pool._crew.workers]
+        started += process_ids(pool)
         del pool
 
 
@@ -311,7 +285,7 @@ def test_what_a_process_prints_is_seen_once(capsys: pytest.CaptureFixture[str]) 
         return Load()()
 
     with GeneratorPool(load, gpus=["cpu", "cpu"]) as pool:
-        ready(pool)
+        pool.wait()
         assert isinstance(pool._crew.workers[0], WorkerHandle)
     assert capsys.readouterr().err.count("loading it my way") == 1
 

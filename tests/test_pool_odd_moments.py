@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support_families import build
-from support_pool import Load, is_running, none_left_behind
+from support_pool import Load, is_running, none_left_behind, process_ids, ready_pool
 from support_quick_python import QuickPython
 from support_quick_workers import quick_workers
 from transformers import GenerationConfig
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.xdist_group("pool_odd_moments")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GeneratorPool]:
-    with GeneratorPool(Load(slow={0: 0.01, 1: 0.01}), gpus=["cpu", "cpu"], patience=4.0) as made:
-        made.wait()
+    with ready_pool(Load(slow={0: 0.01, 1: 0.01}), patience=4.0) as made:
         yield made
 
 
@@ -74,8 +73,7 @@ def test_other_weights_are_an_error_each_time(tmp_path: Path) -> None:
 
 def test_prompts_that_do_not_fit_are_an_error_before_the_first_step() -> None:
     slow = Load(slow={0: 600.0, 1: 600.0})  # nobody would live to see a step
-    with GeneratorPool(slow, gpus=["cpu", "cpu"], page_size=4, kv_memory=100_000) as pool:
-        pool.wait()
+    with ready_pool(slow, page_size=4, kv_memory=100_000) as pool:
         with pytest.raises(PromptError, match="prompt 60 has 200 tokens"):
             pool.generate([*PROMPTS, [6] * 200], max_new_tokens=40, progress=False)
 
@@ -112,8 +110,7 @@ def test_all_are_free_again_after_a_stream_was_closed(pool: GeneratorPool) -> No
 def test_work_is_taken_over_after_a_stream_was_closed() -> None:
     """The slow one is asked for work while it still ends what it had before."""
     prompts = [[number % 97, number % 13, number % 7] for number in range(120)]
-    with GeneratorPool(Load(slow={1: 0.3}), gpus=["cpu", "cpu"], max_batch_tokens=16) as pool:
-        pool.wait()
+    with ready_pool(Load(slow={1: 0.3}), max_batch_tokens=16) as pool:
         stream = pool.stream(prompts, max_new_tokens=4)
         next(stream)
         stream.close()  # type: ignore[attr-defined]
@@ -133,18 +130,17 @@ def test_an_error_beside_an_open_stream_ends_the_pool() -> None:
             raise ZeroDivisionError
 
     with none_left_behind() as started:
-        started += [worker.process_id for worker in pool._crew.workers]
+        started += process_ids(pool)
         with pytest.raises(ZeroDivisionError):
             fail()
 
 
 def test_a_report_of_a_call_that_lost_a_worker() -> None:
     """What the lost one had read counts, and so does its time."""
-    with GeneratorPool(Load(slow={0: 0.05, 1: 0.05}), gpus=["cpu", "cpu"]) as pool:
-        pool.wait()
+    with ready_pool(Load(slow={0: 0.05, 1: 0.05})) as pool:
         stream = pool.stream([[number % 97] * 30 for number in range(60)], of_many_lengths(60))
         next(stream)
-        os.kill(pool._crew.workers[0].process_id, signal.SIGKILL)
+        os.kill(process_ids(pool)[0], signal.SIGKILL)
         with pytest.warns(UserWarning, match="SIGKILL"):
             rest = list(stream)
         assert len(rest) == 59 and pool.last_report is not None
@@ -180,7 +176,7 @@ def test_what_a_worker_has_forked_ends_with_it(how: str, tmp_path: Path) -> None
         if how == "kill":
             stream = pool.stream(PROMPTS * 4, of_many_lengths(240))
             next(stream)
-            os.kill(pool._crew.workers[0].process_id, signal.SIGKILL)
+            os.kill(process_ids(pool)[0], signal.SIGKILL)
             with pytest.warns(UserWarning, match="SIGKILL"):
                 assert len(list(stream)) == 239
 
