@@ -18,7 +18,6 @@ from ..inputs.as_passed import AsPassed, as_passed
 from ..inputs.base_model import base_model
 from ..inputs.chats import warn_of_one_chat
 from ..inputs.grammar_options import take_grammars
-from ..inputs.ids_with_logits import id_without_logits
 from ..inputs.images.image_reader import ImageReader
 from ..inputs.images.processed_images import ProcessedImages
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
@@ -28,7 +27,7 @@ from ..inputs.option_warnings import warn_of_greedy
 from ..inputs.options import Options, inferred_mask
 from ..inputs.other_names import by_our_names
 from ..inputs.padded_batch import PaddedBatch
-from ..inputs.prompt_lengths import length_problem
+from ..inputs.prompt_lengths import id_without_logits, length_problem
 from ..inputs.prompt_options import prompt_options_alone, take_prompt_options
 from ..inputs.prompts import Prompt, as_list, check_prompts
 from ..inputs.resolve_options import resolve_each

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -56,15 +56,18 @@ def adapter_of_each(
         raise OptionValueError("adapter", f"is {a_kind(adapter)}: {_AN_ADAPTER_IS}, or a list with one for each prompt")
     configs = adapter_configs(model)
     in_a_list = isinstance(adapter, list | tuple)
-    if in_a_list and wrong is not None and configs:
-        wrong |= {
-            place: f"has the `adapter` {shown(name)}; {_which_there_are(name, configs)}"
-            for place, name in enumerate(each)
-            if name is not None and name not in configs
-        }
-        each = [None if place in wrong else name for place, name in enumerate(each)] if wrong else each
+    for place, name in enumerate(each):
+        if name is None or name in configs:
+            continue
+        if not configs:
+            how = "load them first (PeftModel.from_pretrained, or model.load_adapter)"
+            raise OptionValueError("adapter", f"is {shown(name)}, and the model has no adapters: {how}")
+        if wrong is None or not in_a_list:
+            where = f" at place {place}" if in_a_list else ""
+            raise OptionValueError("adapter", f"is {shown(name)}{where}; {_which_there_are(name, configs)}")
+        wrong[place] = f"has the `adapter` {shown(name)}; {_which_there_are(name, configs)}"
+    each = [None if wrong and place in wrong else name for place, name in enumerate(each)]
     asked = {name: None for name in each if name is not None}
-    _refuse_unknown(configs, asked, each if in_a_list else None)
     # Adapters of most kinds change something even while another adapter is active.
     _refuse_unsupported(model, {name for name, config in configs.items() if name in asked or not _is_activated(config)})
     for name, config in configs.items():
@@ -104,20 +107,6 @@ def active_adapters(model: nn.Module) -> Iterable[str]:
     names = {name for layer in adapted_layers(model) for name in active_of(layer)}
     on_top = getattr(model, "active_adapters", ())  # adapters without layers, too; in transformers a method
     return names if callable(on_top) or getattr(model, "_adapters_disabled", False) else names.union(on_top)
-
-
-def _refuse_unknown(configs: Mapping[str, Any], asked: Iterable[str], listed: Sequence[str | None] | None) -> None:
-    """``listed``: the adapters, where a list was passed."""
-    for name in asked:
-        if not configs:
-            raise OptionValueError(
-                "adapter",
-                f"is {shown(name)}, and the model has no adapters: load them first (PeftModel.from_pretrained, or "
-                "model.load_adapter)",
-            )
-        if name not in configs:
-            place = "" if listed is None else f" at place {listed.index(name)}"
-            raise OptionValueError("adapter", f"is {shown(name)}{place}; {_which_there_are(name, configs)}")
 
 
 def _which_there_are(name: str, configs: Mapping[str, Any]) -> str:

@@ -12,11 +12,10 @@ import numpy as np
 from ...errors import OptionValueError, PromptError
 from ...inputs.as_passed import AsPassed, as_passed
 from ...inputs.chats import is_chat, warn_of_one_chat
-from ...inputs.ids_with_logits import id_without_logits
 from ...inputs.images.image_reader import ImageReader
 from ...inputs.images.prompt_images import PromptImages
 from ...inputs.not_prompts import why_not_a_list
-from ...inputs.prompt_lengths import position_problem
+from ...inputs.prompt_lengths import id_without_logits, position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all
 from ...model.architecture import Architecture
 from ...notices import Notices
