@@ -14,6 +14,7 @@ import pytest
 import torch
 from support_families import build
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, pipeline
 from transformers.utils import ModelOutput
 from transformers.utils.chat_template_utils import Chat
@@ -56,6 +57,19 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def inputs(tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
     return dict(tokenizer(TEXTS, return_tensors="pt", padding=True))
+
+
+class Rows(Dataset):
+    """Has a length, and no end that a ``for`` would find."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.items[place % len(self.items)]
 
 
 def beyond_eight(ids: torch.Tensor, scores: Any) -> bool:

@@ -15,9 +15,9 @@ from support_family_models import Family
 ROOT = Path(__file__).parents[1]
 
 
-def examples_module(name: str) -> Any:
+def examples_module(name: str, folder: str = "examples") -> Any:
     # By its path: an installed package may be called `examples` too.
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

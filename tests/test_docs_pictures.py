@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
-from types import ModuleType
+from typing import Any
 
 import pytest
 from support_families import build
-from support_real_model import ROOT
+from support_real_model import examples_module
 
 from hf_batchllm import BatchGenerator
 
@@ -17,15 +16,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def make_pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def make_pictures() -> Any:
+    return examples_module("make_pictures", "docs")
 
 
-def test_the_picture_shows_a_plan_and_its_run(make_pictures: ModuleType) -> None:
+def test_the_picture_shows_a_plan_and_its_run(make_pictures: Any) -> None:
     prompts = [[*range(5, 45), *range(50 + 8 * (index // 2), 58 + 8 * (index // 2)), index + 5] for index in range(6)]
     gen = BatchGenerator(build("llama"), min_shared_tokens=1)
     plan = gen.plan(prompts)
@@ -43,7 +38,7 @@ def test_the_picture_shows_a_plan_and_its_run(make_pictures: ModuleType) -> None
     assert kinds == {"all", "some", "own", "prompts", "answers"}
 
 
-def test_it_is_readable_on_light_and_on_dark_ground(make_pictures: ModuleType) -> None:
+def test_it_is_readable_on_light_and_on_dark_ground(make_pictures: Any) -> None:
     assert make_pictures._LIGHT.keys() == make_pictures._DARK.keys()
     for palette in (make_pictures._LIGHT, make_pictures._DARK):
         assert contrast(palette["ink"], palette["ground"]) > 7
@@ -51,7 +46,7 @@ def test_it_is_readable_on_light_and_on_dark_ground(make_pictures: ModuleType) -
         assert contrast(palette["on"], palette["some"]) > 4.5
 
 
-def test_the_stored_picture_is_of_this_script(make_pictures: ModuleType) -> None:
+def test_the_stored_picture_is_of_this_script(make_pictures: Any) -> None:
     stored = make_pictures.PICTURE.read_text(encoding="utf-8")
     assert re.findall(r"<style>(.*)</style>", stored) == [make_pictures._style()], "run `make pictures`"
 

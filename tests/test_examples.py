@@ -1,18 +1,23 @@
 """The examples of the folder that have no test of their own, as one would run them, and what they claim.
 
-Those that claim what a trained model says run over one, the others over a stand-in. test_examples_json_schemas.py
-runs json_schemas.py, test_examples_notebook.py tour.ipynb.
+Those that claim what a trained model says run over one, the others over a stand-in. test_examples_notebook.py
+runs tour.ipynb.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from support_real_model import NEEDS_REAL_MODEL, examples_module, load_once, load_stand_in, small_model
+
+from hf_batchllm.errors import OptionValueError
+from hf_batchllm.sampling import compiled_grammars
 
 pytestmark = NEEDS_REAL_MODEL
 
@@ -87,6 +92,31 @@ def test_images(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "and the same tokens" in printed
     assert printed.count("How many bars are there?") == 4
     assert _percent(r"\((\d+)\.\d% saved\)", printed) > 50
+
+
+def test_json_schemas(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is JSON of its own prompt's schema, whatever a model would say."""
+    pytest.importorskip("llguidance", reason="needs the extra `json`")
+    lines, tasks = run("json_schemas", stand_in=True).splitlines(), examples_module("json_schemas").TASKS
+    assert lines[::2] == [text for text, _ in tasks]
+    for line, (_, schema) in zip(lines[1::2], tasks, strict=True):
+        answer = ast.literal_eval(line.strip())
+        assert list(answer) == list(schema)
+        assert all(_is_of(answer[name], schema[name]) for name in schema)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    monkeypatch.setattr(compiled_grammars, "_PREPARED", WeakKeyDictionary())
+    with pytest.raises(OptionValueError, match=r"`schema` needs llguidance.*: pip install 'hf-batchllm\[json\]'"):
+        run("json_schemas", stand_in=True)
+
+
+def _is_of(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is of a schema, as far as the example's schemas go."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    if schema["type"] == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    assert schema["type"] == "string"
+    return isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
 
 
 def _percent(pattern: str, printed: str) -> int:

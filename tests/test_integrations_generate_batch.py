@@ -51,6 +51,7 @@ def test_results_are_those_of_generate_and_have_the_form_of_generate_batch(model
     with served(model):
         outputs = model.generate_batch(PROMPTS, config())
         assert model.last_report.sequences == len(PROMPTS)
+        assert model.generate_batch([], config()) == {} == model.generate_batch(None, config())
     assert list(outputs) == ["req_0", "req_1", "req_2", "req_3"]
     for (name, output), ids, tokens in zip(outputs.items(), PROMPTS, expected, strict=True):
         assert type(output) is GenerationOutput and output.request_id == name
@@ -72,24 +73,35 @@ def test_beside_transformers_own() -> None:
         assert ours[name].logprobs == pytest.approx(output.logprobs, abs=1e-4)
 
 
-def test_eos_ends_an_answer_and_belongs_to_it(model: Any) -> None:
-    second = alone(model, PROMPTS[0])[1]
-    with served(model):
-        output = model.generate_batch(PROMPTS[:1], config(eos_token_id=[second, 98]))["req_0"]
-        without = model.generate_batch(PROMPTS[:1], config(eos_token_id=-1))["req_0"]
-    assert output.generated_tokens == alone(model, PROMPTS[0])[:2]
-    assert len(without.generated_tokens) == 6
+EARLY, REPEATING = {"eos_token_id": list(range(60))}, {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1}
 
 
-def test_max_new_tokens_beside_the_config_wins(model: Any) -> None:
+@pytest.mark.parametrize(
+    ("fields", "beside", "as_generate"),
+    [
+        (EARLY, {}, EARLY),  # it belongs to the answer
+        ({"eos_token_id": -1}, {}, {}),
+        ({}, {"max_new_tokens": 2}, {"max_new_tokens": 2}),
+        # What transformers drops or passes over:
+        (REPEATING, {}, REPEATING),
+        ({"num_beams": 3}, {}, {"num_beams": 3}),
+        ({**EARLY, "min_new_tokens": 4}, {}, {**EARLY, "min_new_tokens": 4}),
+    ],
+    ids=str,
+)
+def test_each_option_counts_as_in_generate(
+    fields: dict[str, Any], beside: dict[str, Any], as_generate: dict[str, Any]
+) -> None:
+    model = FAMILIES["llama"]()  # which repeats itself
+    expected, plain = ([alone(model, ids, **each) for ids in PROMPTS] for each in (as_generate, {}))
     with served(model):
-        assert model.generate_batch([], config()) == {} == model.generate_batch(None, config())
-        outputs = model.generate_batch(PROMPTS, config(), max_new_tokens=2)
-        assert [output.generated_tokens for output in outputs.values()] == [alone(model, ids)[:2] for ids in PROMPTS]
+        outputs = model.generate_batch(PROMPTS, config(**fields), **beside)
+    assert [output.generated_tokens for output in outputs.values()] == expected
+    assert (expected != plain) == bool(as_generate)
 
 
 def test_the_models_own_config_is_for_calls_without_one() -> None:
-    model = FAMILIES["llama"]()  # which repeats itself
+    model = FAMILIES["llama"]()
     expected, ids = alone(model, [5, 6, 7]), [[5, 6, 7]]
     model.generation_config = config(repetition_penalty=3.0, max_new_tokens=4)
     with served(model):
@@ -97,23 +109,6 @@ def test_the_models_own_config_is_for_calls_without_one() -> None:
         left_out = model.generate_batch(ids)["req_0"].generated_tokens
     assert given == expected  # as in transformers, which does not merge the two
     assert left_out == alone(model, ids[0], max_new_tokens=4) != expected[:4]
-
-
-def test_processors_that_transformers_drops_are_honoured() -> None:
-    model, options = FAMILIES["llama"](), {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1}
-    with served(model):
-        output = model.generate_batch([[5, 6, 7]], config(**options))["req_0"]
-    assert output.generated_tokens == alone(model, [5, 6, 7], **options) != alone(model, [5, 6, 7])
-
-
-def test_what_transformers_passes_over_in_a_config_is_honoured(model: Any) -> None:
-    with served(model):
-        beams = model.generate_batch(PROMPTS[:2], config(num_beams=3))
-        floor = model.generate_batch(PROMPTS[:1], config(eos_token_id=alone(model, PROMPTS[0])[0], min_new_tokens=4))
-    assert [output.generated_tokens for output in beams.values()] == [
-        alone(model, ids, num_beams=3) for ids in PROMPTS[:2]
-    ]
-    assert len(floor["req_0"].generated_tokens) >= 4
 
 
 def test_without_any_limit_answers_end_where_the_models_positions_do() -> None:

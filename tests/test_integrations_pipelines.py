@@ -18,6 +18,7 @@ from support_accelerated import (
     FAMILY,
     GREEDY,
     TEXTS,
+    Rows,
     accelerated_throughout,
     alike,
     asks,
@@ -32,7 +33,7 @@ from support_accelerated import (
 from support_families import build
 from support_letter_tokenizers import letter_tokenizer
 from support_real_model import load_once, needs_real_model
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import (
     GenerationConfig,
     MaxLengthCriteria,
@@ -49,19 +50,6 @@ from hf_batchllm.patches.attention_swap import AttentionSwap
 
 PREFILLED = [*CHATS[0], {"role": "assistant", "content": "w33 w34"}]
 ENDS = {"eos_token_id": list(range(40))}
-
-
-class Texts(Dataset):
-    """Has a length, and no end that a ``for`` would find."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, place: int) -> Any:
-        return self.items[place % len(self.items)]
 
 
 class Unsized(IterableDataset):
@@ -142,7 +130,7 @@ def test_where_options_come_from(options: dict[str, Any]) -> None:
         lambda: generated(CHATS),
         lambda: generated(CHATS[0]),  # of messages: one chat
         lambda: generated([]),
-        lambda: Texts(TEXTS),
+        lambda: Rows(TEXTS),
         lambda: Unsized(),
         lambda: KeyDataset([{"text": text} for text in TEXTS], "text"),
         lambda: KeyDataset([{"chat": chat} for chat in CHATS], "chat"),
@@ -155,7 +143,7 @@ def test_iterators_come_out_the_same(pipe: Any, make: Any) -> None:
         got = pipe(make(), **GREEDY)
         assert isinstance(got, list) == isinstance(plain, list)
         assert list(got) == list(plain)
-        if isinstance(make(), Texts | KeyDataset) and not isinstance(plain, list):
+        if isinstance(make(), Rows | KeyDataset) and not isinstance(plain, list):
             assert len(got) == len(plain) == 3
             next(iter(got))
             assert list(got) == list(got) == list(plain)  # begun anew
@@ -413,7 +401,7 @@ def test_padding_on_the_right_is_what_it_is_without() -> None:
     alone = pipe(TEXTS, **GREEDY)
     tokenizer.padding_side = "right"  # which the pipeline had set to "left"
     for call in ({**GREEDY, **PADDED}, {**GREEDY, "batch_size": 3}):
-        why, texts = "`attention_mask` marks padding on the right", Texts(TEXTS)
+        why, texts = "`attention_mask` marks padding on the right", Rows(TEXTS)
         expected = falls_back(pipe, why, asks(TEXTS, **call), asks(texts, **call), then=asks(TEXTS, **GREEDY))
         assert expected[0] == expected[1] != plain_form(alone)
     alike(pipe, asks(TEXTS, **GREEDY))

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support_accelerated import accelerated_throughout, alike, fails_alike, falls_back, plain_form, reasons
+from support_accelerated import Rows, accelerated_throughout, alike, fails_alike, falls_back, plain_form, reasons
 from support_image_pipelines import CHATS, GREEDY, OTHER, PAGE, made, pictures_made, placeholder
 from support_image_prompts import PICTURED, model_of, shows, user, words
 from support_kernels import plain
 from support_letter_tokenizers import letter_tokens
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from torch.utils.data import Dataset
 from transformers import ImageTextToTextPipeline, PreTrainedTokenizerFast
 from transformers.pipelines.pt_utils import KeyDataset
 from transformers.utils.chat_template_utils import Chat
@@ -33,17 +32,6 @@ TEMPLATE = (
     + IMAGE
     + "{% else %}{{ part['text'] }}{% endif %} {% endfor %}{% endfor %}{{ more }}"
 )
-
-
-class Pairs(Dataset):
-    def __init__(self, pairs: list[Any]) -> None:
-        self.pairs = pairs
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, place: int) -> Any:
-        return self.pairs[place]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +92,7 @@ def test_every_option_gives_what_it_gave(pipe: Any, options: dict[str, Any]) -> 
         {"text": [Chat(chat) for chat in CHATS]},
         {"images": CHATS},
         {"text": tuple(CHATS)},
-        {"images": Pairs(PAIRS)},
+        {"images": Rows(PAIRS)},
         {"images": KeyDataset([{"chat": chat} for chat in CHATS], "chat")},
     ],
 )
@@ -127,7 +115,7 @@ def test_stop_sequences() -> None:
     pipe.model.generation_config.suppress_tokens = list(range(100, model_of(FAMILY).config.text_config.vocab_size))
     call = {"max_new_tokens": 12, "return_full_text": False, "stop_sequence": "b"}
     inputs = [{"images": image, "text": f"abc{IMAGE}{end}"} for image in (PAGE, OTHER) for end in ("a", "cde")]
-    (got,) = alike(pipe, asks(images=Pairs(inputs), **call))
+    (got,) = alike(pipe, asks(images=Rows(inputs), **call))
     assert len({len(answer[0]["generated_text"]) for answer in got}) > 1
 
 

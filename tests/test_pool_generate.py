@@ -37,19 +37,15 @@ PROMPTS = {
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 20}
 
 
-def with_processes(count: int) -> GeneratorPool:
-    return GeneratorPool(Load(), letter_tokenizer(97), gpus=["cpu"] * count, page_size=16)
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GeneratorPool]:
-    with with_processes(2) as made:
+    with GeneratorPool(Load(), letter_tokenizer(97), gpus=["cpu"] * 2, page_size=16) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def pool_of_three() -> Iterator[GeneratorPool]:
-    with with_processes(3) as made:
+    with GeneratorPool(Load(), letter_tokenizer(97), gpus=["cpu"] * 3, page_size=16) as made:
         yield made
 
 
@@ -98,29 +94,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.some_cases
-@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize(("processes", "kind"), [*[("pool", kind) for kind in PROMPTS], ("pool_of_three", "nested")])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_answers_are_those_of_one_process(options: str, kind: str, pool: GeneratorPool, one: BatchGenerator) -> None:
-    check_answers(options, kind, pool, one)
-
-
-@pytest.mark.some_cases
-@pytest.mark.parametrize("options", OPTIONS)
-def test_of_three_processes(options: str, pool_of_three: GeneratorPool, one: BatchGenerator) -> None:
-    check_answers(options, "nested", pool_of_three, one)
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_the_same_to_the_last_bit(family: str) -> None:
-    """Whichever process has a prompt, and whatever else it has."""
-    load = Load(family, dtype=torch.bfloat16)
-    with GeneratorPool(load, gpus=["cpu"] * 2, invariant=True, min_shared_tokens=4) as pool:
-        found, result = in_a_list(pool)
-    assert all(worker.pieces for worker in result.report.workers)
-    assert found == alone(model_of(family, torch.bfloat16))
-
-
-def check_answers(options: str, kind: str, pool: GeneratorPool, one: BatchGenerator) -> None:
+def test_answers_are_those_of_one_process(
+    options: str, processes: str, kind: str, one: BatchGenerator, request: pytest.FixtureRequest
+) -> None:
+    pool = request.getfixturevalue(processes)
     given = {"max_new_tokens": 7, "progress": False, **OPTIONS[options]}
     if options == "configs":
         del given["max_new_tokens"]
@@ -138,6 +117,16 @@ def check_answers(options: str, kind: str, pool: GeneratorPool, one: BatchGenera
     assert str(ours.report.plan) == str(wanted.report.plan)
     assert len(ours.report.workers) == len(pool)
     assert sum(worker.new_tokens for worker in ours.report.workers) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_same_to_the_last_bit(family: str) -> None:
+    """Whichever process has a prompt, and whatever else it has."""
+    load = Load(family, dtype=torch.bfloat16)
+    with GeneratorPool(load, gpus=["cpu"] * 2, invariant=True, min_shared_tokens=4) as pool:
+        found, result = in_a_list(pool)
+    assert all(worker.pieces for worker in result.report.workers)
+    assert found == alone(model_of(family, torch.bfloat16))
 
 
 def without_logprobs(row: Any) -> Any:

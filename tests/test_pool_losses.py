@@ -110,9 +110,9 @@ def test_a_process_hangs() -> None:
 
 def test_a_step_hangs() -> None:
     """The process is there, and its threads answer, but the model's step does not end."""
-    with ready_pool(Load(slow={1: 600.0}), patience=3.0) as pool:
-        with pytest.warns(UserWarning, match="has not got on for"):
-            assert pool.generate(PROMPTS, **GIVEN) == wanted()
+    told = pytest.warns(UserWarning, match="has not got on for")
+    with ready_pool(Load(slow={1: 600.0}), patience=3.0) as pool, told:
+        assert pool.generate(PROMPTS, **GIVEN) == wanted()
 
 
 @pytest.mark.some_cases

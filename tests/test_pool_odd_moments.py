@@ -73,9 +73,9 @@ def test_other_weights_are_an_error_each_time(tmp_path: Path) -> None:
 
 def test_prompts_that_do_not_fit_are_an_error_before_the_first_step() -> None:
     slow = Load(slow={0: 600.0, 1: 600.0})  # nobody would live to see a step
-    with ready_pool(slow, page_size=4, kv_memory=100_000) as pool:
-        with pytest.raises(PromptError, match="prompt 60 has 200 tokens"):
-            pool.generate([*PROMPTS, [6] * 200], max_new_tokens=40, progress=False)
+    refused = pytest.raises(PromptError, match="prompt 60 has 200 tokens")
+    with ready_pool(slow, page_size=4, kv_memory=100_000) as pool, refused:
+        pool.generate([*PROMPTS, [6] * 200], max_new_tokens=40, progress=False)
 
 
 def test_an_interrupt_while_parts_are_handed_out(pool: GeneratorPool, monkeypatch: pytest.MonkeyPatch) -> None:
