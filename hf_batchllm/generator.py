@@ -20,7 +20,7 @@ from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
 from .engine.tensor_results import as_tensors
-from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of
+from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of, with_texts
 from .errors import GenerationInterrupted, GeneratorBusyError
 from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
@@ -445,7 +445,7 @@ class BatchGenerator:
 
 
 class DoorGenerator(BatchGenerator):
-    """Behind a trainer, a pipeline or ``accelerated``, where nobody holds it.
+    """Behind a trainer, a pipeline or ``accelerated``, where nobody holds it, and texts are made by whoever wants them.
 
     ``logprobs`` are of what tokens are drawn from, after processors. ``checks`` decide whether a call can be served.
     """
@@ -462,3 +462,10 @@ class DoorGenerator(BatchGenerator):
     @property
     def checks(self) -> JobChecks:
         return self._checks
+
+    def decoded(self, result: BatchResult) -> BatchResult:
+        """With a text for each answer."""
+        return BatchResult(with_texts(result, self._tokenizer.decode_if_loaded), result.report)
+
+    def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
+        return super()._generation(request, call, outputs, decode=False)

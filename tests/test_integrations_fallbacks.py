@@ -111,15 +111,6 @@ def test_sharded_models_run_in_step_as_transformers_has_them(
     falls_back(model, "`synced_gpus`", lambda model: model.generate(**inputs, max_new_tokens=3))
 
 
-def test_continuous_batching_is_left_to_transformers(model: Any, inputs: dict[str, Any]) -> None:
-    model.generate = lambda **kwargs: "batched"
-    try:
-        why = '`cache_implementation` is "paged": transformers\' own continuous batching'
-        falls_back(model, why, lambda model: model.generate(**inputs, cache_implementation="paged"))
-    finally:
-        del model.generate
-
-
 def test_each_reason_is_told_apart(model: Any) -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]])
     hole = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])

@@ -49,9 +49,9 @@ def said() -> Iterator[list[str]]:
 def test_results_are_those_of_generate_and_have_the_form_of_generate_batch(model: Any) -> None:
     expected = [alone(model, ids) for ids in PROMPTS]
     with served(model):
+        assert model.generate_batch([], config()) == {} == model.generate_batch(None, config())
         outputs = model.generate_batch(PROMPTS, config())
         assert model.last_report.sequences == len(PROMPTS)
-        assert model.generate_batch([], config()) == {} == model.generate_batch(None, config())
     assert list(outputs) == ["req_0", "req_1", "req_2", "req_3"]
     for (name, output), ids, tokens in zip(outputs.items(), PROMPTS, expected, strict=True):
         assert type(output) is GenerationOutput and output.request_id == name
@@ -80,7 +80,7 @@ EARLY, REPEATING = {"eos_token_id": list(range(60))}, {"repetition_penalty": 5.0
     ("fields", "beside", "as_generate"),
     [
         (EARLY, {}, EARLY),  # it belongs to the answer
-        ({"eos_token_id": -1}, {}, {}),
+        ({"eos_token_id": -1}, {}, {"eos_token_id": None}),
         ({}, {"max_new_tokens": 2}, {"max_new_tokens": 2}),
         # What transformers drops or passes over:
         (REPEATING, {}, REPEATING),
@@ -97,7 +97,7 @@ def test_each_option_counts_as_in_generate(
     with served(model):
         outputs = model.generate_batch(PROMPTS, config(**fields), **beside)
     assert [output.generated_tokens for output in outputs.values()] == expected
-    assert (expected != plain) == bool(as_generate)
+    assert expected != plain
 
 
 def test_the_models_own_config_is_for_calls_without_one() -> None:
@@ -176,26 +176,6 @@ def test_a_bad_request_has_an_error_and_the_others_run(model: Any) -> None:
     assert "1000" in outputs["req_1"].error and outputs["req_1"].prompt_ids == [1000]
     assert outputs["req_1"].generated_tokens == [] and outputs["req_3"].generated_tokens == alone(model, PROMPTS[1])
     assert [text for text in found if text.startswith("generate_batch: req_1 failed: has token id 1000")]
-
-
-def test_an_error_of_the_work_is_in_what_it_left_open(model: Any) -> None:
-    def broken(module: Any, args: Any, kwargs: Any) -> None:
-        calls.append(None)
-        if len(calls) > 3:
-            raise RuntimeError("the roof came down")
-
-    calls: list[None] = []
-    with served(model):
-        model.generate_batch(PROMPTS, config())
-        hook = model.model.layers[0].register_forward_pre_hook(broken, with_kwargs=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                outputs = model.generate_batch([[5, 6], [7, 8]], config(), max_new_tokens=5)
-        finally:
-            hook.remove()
-        assert [output.error for output in outputs.values()] == ["the roof came down"] * 2
-        assert alone(model, PROMPTS[0]) == model.generate_batch(PROMPTS[:1], config())["req_0"].generated_tokens
 
 
 def test_what_has_no_effect_is_named(model: Any) -> None:

@@ -162,6 +162,18 @@ def test_the_whole_list_reaches_the_engine_at_once(pipe: Any) -> None:
             assert pipe.last_report.sequences == 20 and pipe.last_report.saving > 0.9
 
 
+def test_answers_are_decoded_by_the_pipeline_alone(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(self: Any, ids: Any, *given: Any, **options: Any) -> Any:
+        lengths.append(len(ids))
+        return decode(self, ids, *given, **options)
+
+    decode, lengths = type(pipe.tokenizer).decode, []
+    monkeypatch.setattr(type(pipe.tokenizer), "decode", noted)
+    with accelerated_throughout(pipe):
+        pipe(TEXTS, max_new_tokens=7, do_sample=False)
+    assert sum(length >= 7 for length in lengths) == len(TEXTS)  # with the prompt or without
+
+
 def test_stop_sequences() -> None:
     tokenizer = letter_tokenizer()
     tokenizer.pad_token = "</s>"

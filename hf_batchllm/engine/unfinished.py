@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import GenerationInterrupted
@@ -35,9 +36,20 @@ class Finished(ABC, Generic[R]):
 
 class FinishedGenerations(Finished[Generation]):
     def part(self, decode: Decode) -> BatchResult:
-        part = BatchResult([self.results[key] for key in sorted(self.results)], self.report, decode)
+        part = BatchResult(with_texts([self.results[key] for key in sorted(self.results)], decode), self.report, decode)
         part._index = self.index
         return part
+
+
+def with_texts(rows: Iterable[Generation], decode: Decode) -> list[Generation]:
+    """Where a call gives tensors, or the caller decodes by itself, rows come without."""
+    return [row if row.text is not None else _with_text(row, decode) for row in rows]
+
+
+def _with_text(row: Generation, decode: Decode) -> Generation:
+    with suppress(Exception):  # of a user's tokenizer; another error is on its way
+        return replace(row, text=decode(row.token_ids))
+    return row
 
 
 class FinishedScores(Finished[Score]):

@@ -296,7 +296,7 @@ class _Call:
             rows = groupby(result, key=lambda generation: self._owners[generation.index])
             return [self._result(place, list(some)) for place, some in rows]
         except BaseException as error:  # of the pipeline's own `postprocess`: what was computed is not lost
-            attach(error, result, note_of(len(result), len(result), at_hand=False))
+            attach(error, generator.decoded(result), note_of(len(result), len(result), at_hand=False))
             raise
 
     def in_order(self, stream: Any) -> Generator[Any, None, None]:
