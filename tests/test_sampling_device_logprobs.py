@@ -9,33 +9,27 @@ import pytest
 import torch
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
-from support_families import logits_of_rows, random_prompts
+from support_distributions import processors_of
+from support_families import random_prompts
 from support_kernels import DEVICE, kernel, plain
+from support_logprobs import assert_right
 from support_parity import pages_of_memory
+from transformers import GenerationConfig
 
-from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm import BatchGenerator, Generation
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.kernels import likeliest_torch, likeliest_triton
 
 PROMPTS = random_prompts(random.Random(3), 97, "mixed", 18)[:10]
 
 
-def assert_right(model: Any, result: BatchResult, k: int, prompt_k: int | None = None) -> None:
-    rows = [(*row.prompt_token_ids, *row.token_ids) for row in result]
-    for row, ids, logits in zip(result, rows, logits_of_rows(model, rows), strict=True):
-        wanted, prompt = logits.float().cpu().log_softmax(dim=-1), len(row.prompt_token_ids)
-        assert row.logprobs is not None and len(row.logprobs) == len(row.token_ids)
-        whole: list[tuple[int, Any, int]] = [(prompt + at, entry, k) for at, entry in enumerate(row.logprobs)]
-        if prompt_k is not None:
-            assert row.prompt_logprobs is not None and row.prompt_logprobs[0] is None
-            whole += [(at, entry, prompt_k) for at, entry in enumerate(row.prompt_logprobs) if at]
-        for at, entry, most in whole:
-            assert ids[at] in entry and len(entry) in (most, most + 1)
-            assert list(entry.values()) == sorted(entry.values(), reverse=True)
-            for token, value in entry.items():
-                assert type(token) is int and value == pytest.approx(wanted[at - 1, token].item(), abs=2e-4)
-            best = wanted[at - 1].topk(most).values.tolist() if most else []
-            assert list(entry.values())[:most] == pytest.approx(best, abs=2e-4)
+@pytest.fixture
+def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each call launched ahead of the host."""
+    depths: list[int] = []
+    run = Engine.run
+    monkeypatch.setattr(Engine, "run", lambda self, *given: depths.append(self.depth) or run(self, *given))
+    return depths
 
 
 @pytest.mark.some_cases
@@ -61,19 +55,49 @@ def test_as_a_plain_forward_gives_them(
         result = generator.generate(PROMPTS, progress=False, **given)
         plain = generator.generate(PROMPTS, progress=False, **{**given, "logprobs": None, "prompt_logprobs": None})
     assert result.token_ids == plain.token_ids
-    assert_right(model, result, k, options.get("prompt_logprobs"))
+    assert_right(model, result, options.get("prompt_logprobs"), k)
     warned = any("more than 32" in str(each.message) for each in recwarn)
     assert warned == (k > 32 and device == "cuda")  # a CPU has no slower way to be warned of
 
 
 @plain
-def test_the_host_does_not_wait(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    depths: list[int] = []
-    run = Engine.run
-    monkeypatch.setattr(Engine, "run", lambda self, *given: depths.append(self.depth) or run(self, *given))
+def test_the_host_does_not_wait(device: str, depths: list[int]) -> None:
     with BatchGenerator(model_on(device, "llama"), steps_per_sync=6) as generator:
         generator.generate(PROMPTS, max_new_tokens=8, logprobs=2, prompt_logprobs=2, progress=False)
     assert depths == [6]
+
+
+class OfScores(BatchGenerator):
+    _logprobs_of_scores = True  # as generate_batch and rollouts have them
+
+
+@plain
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_after_processors_they_are_those_that_tokens_were_drawn_with(
+    device: str, k: int, steps: int, depths: list[int]
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"do_sample": True, "temperature": 0.7, "top_k": 0},
+        {"do_sample": True, "temperature": 1.6, "top_p": 0.8, "top_k": 0},
+        {"do_sample": False, "suppress_tokens": [3, 4], "repetition_penalty": 1.3},
+        {"do_sample": True, "top_k": 12, "min_p": 0.05, "renormalize_logits": True},
+        {"do_sample": True, "top_h": 0.6, "temperature": 1.3, "top_k": 0},
+    ]
+    model, prompts = model_on(device, "llama"), random_prompts(random.Random(5), 97, "mixed", 18)[:8]
+    with OfScores(model, steps_per_sync=steps, page_size=16) as ours:
+        for some in (kinds[:1], kinds):
+            options = [{"eos_token_id": 1, **some[place % len(some)]} for place in range(len(prompts))]
+
+            def scores(
+                row: Generation, ids: torch.Tensor, logits: torch.Tensor, options: list[dict[str, Any]] = options
+            ) -> torch.Tensor:
+                return processors_of(model, len(row.prompt_token_ids), **options[row.index])(ids, logits)
+
+            configs = [GenerationConfig(max_new_tokens=6, **each) for each in options]
+            result = ours.generate(prompts, configs, logprobs=k, seed=4, progress=False)
+            assert_right(model, result, None, k, scores, near=3e-4)
+    assert depths == [steps, steps]
 
 
 # -- the kernel ------------------------------------------------------------------------------------------------
