@@ -13,7 +13,7 @@ from support_families import build, random_prompts
 from support_parity import NEAR_TIE
 from transformers import SynthIDTextWatermarkingConfig
 
-from hf_batchllm import BatchResult
+from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import token_picking
 from hf_batchllm.sampling.host_sampler import HostSampler
@@ -104,3 +104,24 @@ def assert_each_as_alone(
             assert generation.token_ids == tokens, f"row {row}"
             whole += 1
     assert whole >= least * len(result), "too many near ties to prove anything"
+
+
+def as_alone(
+    trace: Trace,
+    given: dict[str, Any],
+    theirs: dict[str, Any] | Callable[[int, int], dict[str, Any]] | None = None,
+    asked: list[list[int]] | None = None,
+    least: float = 0.8,
+    **config: Any,
+) -> BatchResult:
+    """A call's result, each row of which is what ``generate`` gives for its prompt alone.
+
+    ``theirs``: what ``generate`` is given, for all or by the row and the prompt, where it is not the same.
+    """
+    generator = BatchGenerator(build(FAMILY), **PAGE, **config)
+    length = {} if "generation_config" in given else {"max_new_tokens": NEW_TOKENS}
+    options = {"seed": 2, **length, **given}
+    result: BatchResult = generator.generate(asked or prompts(), **options)
+    chosen = given if theirs is None else theirs
+    assert_each_as_alone(result, trace, chosen if callable(chosen) else lambda *_: chosen, least)
+    return result

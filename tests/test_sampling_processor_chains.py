@@ -20,7 +20,7 @@ from support_generate_alone import (
     SAMPLED,
     SYNTH_ID,
     Trace,
-    assert_each_as_alone,
+    as_alone,
     prompts,
 )
 from support_generate_alone import trace as trace  # a fixture
@@ -28,7 +28,6 @@ from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation import logits_process as processors
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs.resolve_options import resolve_each, resolve_options
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling.device_options import why_not_on_device
@@ -90,24 +89,16 @@ WATERMARKS = {
 )
 def test_options_mean_what_they_mean_to_each_prompt_alone(options: dict[str, Any], trace: Trace) -> None:
     count = 3 if options.get("do_sample") else 1
-    result = BatchGenerator(build(FAMILY), **PAGE).generate(
-        prompts(), max_new_tokens=NEW_TOKENS, seed=5, num_return_sequences=count, **options
-    )
+    result = as_alone(trace, {"num_return_sequences": count, **options})
     assert len(result) == 5 * count
     assert trace.changed
-    assert_each_as_alone(result, trace, lambda *_: options)
 
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("name", WATERMARKS)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_watermarks(name: str, sampled: bool, trace: Trace) -> None:
-    options = {"do_sample": sampled, "watermarking_config": WATERMARKS[name], "renormalize_logits": True}
-    count = 2 if sampled else 1
-    result = BatchGenerator(build(FAMILY), **PAGE).generate(
-        prompts(), max_new_tokens=NEW_TOKENS, seed=5, num_return_sequences=count, **options
-    )
-    assert_each_as_alone(result, trace, lambda *_: options)
+@pytest.mark.parametrize("more", [{}, {**SAMPLED, "num_return_sequences": 2}], ids=["greedy", "sampled"])
+def test_watermarks(name: str, more: dict[str, Any], trace: Trace) -> None:
+    as_alone(trace, {"watermarking_config": WATERMARKS[name], "renormalize_logits": True, **more})
 
 
 # -- guidance --------------------------------------------------------------------------------------------------
@@ -120,47 +111,26 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 1], *[[1] * 6] * 3, [0, 1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("negative", [None, NEGATIVE], ids=["", "negative prompts"])
 @pytest.mark.parametrize("options", [{}, {**SAMPLED, "num_return_sequences": 2, "top_k": 9}], ids=brief)
 def test_guidance(negative: torch.Tensor | None, options: dict[str, Any], trace: Trace) -> None:
-    generator, given = BatchGenerator(build(FAMILY), **PAGE), {"guidance_scale": 1.8, **options}
+    given = {"max_new_tokens": 6, "guidance_scale": 1.8, **options}
     rows = {} if negative is None else {"negative_prompt_ids": negative, "negative_prompt_attention_mask": MASK}
+
+    def theirs(_: int, index: int) -> dict[str, Any]:
+        return given | {name: tensor[index : index + 1] for name, tensor in rows.items()}
+
     with pytest.warns(UserWarning, match="`guidance_scale` has transformers run the model once more"):
-        result = generator.generate(prompts(), max_new_tokens=6, seed=1, **given, **rows)
-
-    def options_of(_: int, index: int) -> dict[str, Any]:
-        own = {name: tensor[index : index + 1] for name, tensor in rows.items()}
-        return {"max_new_tokens": 6, **given, **own}
-
-    assert_each_as_alone(result, trace, options_of)
-
-
-def test_negative_prompts_must_fit_the_prompts() -> None:
-    generator = BatchGenerator(build(FAMILY))
-
-    def generate(**options: Any) -> None:
-        generator.generate(prompts(), max_new_tokens=2, **options)
-
-    with pytest.raises(OptionValueError, match="`negative_prompt_ids` has 4 rows and there are 5 prompts"):
-        generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE[:4])
-    with pytest.raises(OptionValueError, match="`negative_prompt_ids` must be a 2-D tensor, a row for each prompt"):
-        generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE[0])
-    with pytest.raises(OptionValueError, match="they must be the same"):
-        generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE, negative_prompt_attention_mask=MASK[:, 1:])
-    with pytest.raises(OptionValueError, match="masks `negative_prompt_ids`, which is missing"):
-        generate(guidance_scale=2.0, negative_prompt_attention_mask=MASK)
-    with pytest.warns(UserWarning, match="`negative_prompt_ids` has no effect"):
-        generate(negative_prompt_ids=NEGATIVE)
+        as_alone(trace, given | rows, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:.guidance_scale. has transformers run")
 def test_negative_prompts_are_for_those_that_are_guided(trace: Trace) -> None:
     scales = [2.0, None, 1.0, 1.5, None]
     each = [{"max_new_tokens": 5} | ({} if scale is None else {"guidance_scale": scale}) for scale in scales]
-    configs = [GenerationConfig(**options) for options in each]
-    result = BatchGenerator(build(FAMILY)).generate(prompts(), configs, negative_prompt_ids=NEGATIVE)
 
-    def options_of(_: int, index: int) -> dict[str, Any]:
+    def theirs(_: int, index: int) -> dict[str, Any]:
         return {**each[index], "negative_prompt_ids": NEGATIVE[index : index + 1]}
 
-    assert_each_as_alone(result, trace, options_of)
+    configs = [GenerationConfig(**options) for options in each]
+    as_alone(trace, {"generation_config": configs, "negative_prompt_ids": NEGATIVE}, theirs)
 
 
 # -- different settings ----------------------------------------------------------------------------------------
@@ -178,19 +148,16 @@ def configs() -> list[GenerationConfig]:
 
 
 def test_each_prompt_has_its_own_settings(trace: Trace) -> None:
-    own, generator = configs(), BatchGenerator(build(FAMILY), **PAGE)
-    result = generator.generate(prompts(6), own, seed=8)
+    own = configs()
+
+    def theirs(_: int, index: int) -> dict[str, Any]:
+        chosen = own[index].to_diff_dict()
+        return {name: chosen[name] for name in chosen.keys() - {"num_return_sequences", "transformers_version"}}
+
+    result = as_alone(trace, {"generation_config": own}, theirs, prompts(6))
     assert [(g.index, g.sample) for g in result] == [
         (index, sample) for index, config in enumerate(own) for sample in range(config.num_return_sequences or 1)
     ]
-
-    def options_of(_: int, index: int) -> dict[str, Any]:
-        chosen = own[index].to_diff_dict()
-        chosen.pop("num_return_sequences", None)
-        chosen.pop("transformers_version", None)
-        return chosen
-
-    assert_each_as_alone(result, trace, options_of)
 
 
 def test_settings_of_others_change_no_tokens() -> None:
@@ -260,11 +227,9 @@ def test_to_be_told_of_scores_changes_no_token(options: dict[str, Any]) -> None:
 def test_the_device_leaves_to_the_host_what_it_cannot_do(given: dict[str, Any]) -> None:
     model: Any = build(FAMILY)
     reason = why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, **given}), model, 97)
-    assert reason is not None and f"`{next(iter(given))}`" in reason
-    assert (
-        why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, "logits_processor": []}), model, 97)
-        is None
-    )
+    assert reason is not None and f"`{next(iter(given))}`" in reason and "waits" in reason
+    nothing = resolve_options(model, None, {"max_new_tokens": 3, "logits_processor": []})
+    assert why_not_on_device(nothing, model, 97) is None
 
 
 def test_configs_with_the_same_watermark_share_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

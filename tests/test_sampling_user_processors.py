@@ -15,12 +15,11 @@ from support_families import build, random_prompts
 from support_generate_alone import (
     BIAS,
     FAMILY,
-    NEW_TOKENS,
     PAGE,
     SAMPLED,
     SYNTH_ID,
     Trace,
-    assert_each_as_alone,
+    as_alone,
     prompts,
 )
 from support_generate_alone import trace as trace  # a fixture
@@ -29,7 +28,6 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process as processors
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.errors import OptionValueError
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 
@@ -40,14 +38,11 @@ def allowed_tokens(batch_id: int, ids: torch.Tensor) -> list[int]:
 
 def test_prefix_allowed_tokens_fn_knows_the_row_of_the_result(trace: Trace) -> None:
     options = {**SAMPLED, "top_k": 0, "num_return_sequences": 3}
-    result = BatchGenerator(build(FAMILY), **PAGE).generate(
-        prompts(), max_new_tokens=NEW_TOKENS, seed=2, prefix_allowed_tokens_fn=allowed_tokens, **options
-    )
 
-    def options_of(row: int, _: int) -> dict[str, Any]:
+    def theirs(row: int, _: int) -> dict[str, Any]:
         return {**options, "prefix_allowed_tokens_fn": lambda _, ids: allowed_tokens(row, ids)}
 
-    assert_each_as_alone(result, trace, options_of)
+    as_alone(trace, {**options, "prefix_allowed_tokens_fn": allowed_tokens}, theirs)
 
 
 def test_prefix_allowed_tokens_fn_counts_rows_where_numbers_of_samples_differ() -> None:
@@ -64,15 +59,6 @@ def test_prefix_allowed_tokens_fn_counts_rows_where_numbers_of_samples_differ() 
     rows = [row for row, generation in enumerate(result) if generation.error is None]
     assert rows == [0, 1, 2, 3, 6]  # those of the prompt that cannot be run keep their places
     assert [generation.token_ids for generation in result] == [[r, r] if r in rows else [] for r in range(7)]
-
-
-def test_a_prefix_function_that_allows_nothing_is_an_error_that_names_the_row() -> None:
-    with pytest.raises(ValueError, match=r"`prefix_allowed_tokens_fn` gave no token for batch_id 1 \(after 1 tokens\)"):
-        BatchGenerator(build(FAMILY)).generate(
-            prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: [] if row else [1]
-        )
-    with pytest.raises(OptionValueError, match="must be a function of the prompt's index"):
-        BatchGenerator(build(FAMILY)).generate(prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=[1])
 
 
 class Odd(LogitsProcessor):
@@ -102,6 +88,13 @@ def plain(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores.roll(int(input_ids[0, -1]) % 3, dims=-1)
 
 
+class Warmer(processors.TemperatureLogitsWarper):
+    """Derived from a class that takes all rows, and looks at a row's length: it has to say itself what it takes."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.roll(ids.shape[1] % 5, dims=1)
+
+
 USERS: dict[str, Callable[[], list[Any]]] = {
     "in place": lambda: [Odd()],
     "a function": lambda: [plain],
@@ -116,6 +109,7 @@ USERS: dict[str, Callable[[], list[Any]]] = {
         processors.TopKLogitsWarper(20),
         processors.SuppressTokensLogitsProcessor(list(range(0, 101, 3))),
     ],
+    "a call of its own": lambda: [Warmer(2.0)],
 }
 
 
@@ -123,15 +117,8 @@ USERS: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize(("name", "factory"), [*((name, False) for name in USERS), ("of transformers", True)])
 @pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 2}, {**SAMPLED, "num_return_sequences": 2}], ids=brief)
 def test_processors_of_the_user(name: str, factory: bool, options: dict[str, Any], trace: Trace) -> None:
-    given: Any = USERS[name]()
-    result = BatchGenerator(build(FAMILY), **PAGE).generate(
-        prompts(),
-        max_new_tokens=NEW_TOKENS,
-        seed=2,
-        logits_processor=(lambda index, ids: USERS[name]()) if factory else given,
-        **options,
-    )
-    assert_each_as_alone(result, trace, lambda *_: {**options, "logits_processor": USERS[name]()})
+    given: Any = (lambda index, ids: USERS[name]()) if factory else USERS[name]()
+    as_alone(trace, {**options, "logits_processor": given}, lambda *_: {**options, "logits_processor": USERS[name]()})
 
 
 def test_a_factory_is_called_once_for_each_sequence(trace: Trace) -> None:
@@ -143,15 +130,13 @@ def test_a_factory_is_called_once_for_each_sequence(trace: Trace) -> None:
         return [] if index == 1 else [Counting()] if index % 2 else [Odd(), Counting(), processors.TopKLogitsWarper(9)]
 
     options = {**SAMPLED, "num_return_sequences": 3, "top_k": 20, "temperature": 1.3}
-    result = BatchGenerator(build(FAMILY), **PAGE).generate(
-        prompts(), max_new_tokens=NEW_TOKENS, seed=2, logits_processor=factory, **options
+    as_alone(
+        trace,
+        {**options, "logits_processor": factory},
+        lambda _, index: {**options, "logits_processor": factory(index, [])},
     )
-    assert calls == {(index, tuple(prompt)): 3 for index, prompt in enumerate(prompts())}
-
-    def options_of(_: int, index: int) -> dict[str, Any]:
-        return {**options, "logits_processor": factory(index, [])}
-
-    assert_each_as_alone(result, trace, options_of)
+    ours = {key: count for key, count in calls.items() if key[1]}
+    assert ours == {(index, tuple(prompt)): 3 for index, prompt in enumerate(prompts())}
 
 
 @pytest.mark.some_cases
@@ -166,23 +151,16 @@ def test_a_factory_is_called_once_for_each_sequence(trace: Trace) -> None:
 )
 @pytest.mark.filterwarnings("ignore:`guidance_scale`")
 def test_state_outlives_preemption(options: dict[str, Any], trace: Trace) -> None:
-    model: Any = build(FAMILY)
-    given = random_prompts(random.Random(6), 97, "distinct", 8)
-    memory = pages_of_memory(model, 20, 8)
-    result = BatchGenerator(model, kv_memory=memory, **PAGE).generate(
-        # With an EOS answers may end at any time, so fewer tokens are expected than there are; this one never comes.
-        given,
-        max_new_tokens=24,
-        eos_token_id=1000,
-        **options,
-    )
-    assert result.report.preemptions > 0
-
-    def options_of(*_: int) -> dict[str, Any]:
+    def theirs(*_: int) -> dict[str, Any]:
         own = {"logits_processor": [Counting()]} if "logits_processor" in options else {}
         return {**options, **own, "max_new_tokens": 24}
 
-    assert_each_as_alone(result, trace, options_of, least=0.7)
+    memory = pages_of_memory(build(FAMILY), 20, 8)
+    # With an EOS answers may end at any time, so fewer tokens are expected than there are; this one never comes.
+    given = {"max_new_tokens": 24, "eos_token_id": 1000, **options}
+    asked = random_prompts(random.Random(6), 97, "distinct", 8)
+    result = as_alone(trace, given, theirs, asked, least=0.7, kv_memory=memory)
+    assert result.report.preemptions > 0
 
 
 def test_what_belongs_to_a_sequence_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,20 +218,6 @@ def test_one_that_says_so_gets_all_rows_at_once(options: dict[str, Any]) -> None
     assert each.token_ids == alone.token_ids != result.token_ids
 
 
-class Warmer(processors.TemperatureLogitsWarper):
-    """Derived from a class that takes all rows, and looks at a row's length."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.roll(ids.shape[1] % 5, dims=1)
-
-
-def test_one_with_a_call_of_its_own_has_to_say_so_itself(trace: Trace) -> None:
-    result = BatchGenerator(build(FAMILY), **PAGE).generate(
-        prompts(), max_new_tokens=NEW_TOKENS, logits_processor=[Warmer(2.0)]
-    )
-    assert_each_as_alone(result, trace, lambda *_: {"logits_processor": [Warmer(2.0)]})
-
-
 @pytest.mark.filterwarnings("ignore:.*keep state")
 def test_it_is_called_once_for_a_step_whose_scores_are_wanted() -> None:
     together = SaysSo()
@@ -281,33 +245,6 @@ def test_its_error_says_whose_it_is() -> None:
 
 
 # -- errors and warnings ---------------------------------------------------------------------------------------
-
-
-def nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> None:
-    scores -= 1
-
-
-WRONG: list[tuple[Any, str]] = [
-    (Odd(), r"is a single processor \(Odd\): put it into a list"),
-    (plain, r"is a single processor \(plain\): put it into a list"),
-    (Odd, r"is the class Odd: make an object of it and put it into a list"),
-    ([Odd], "holds the class Odd at place 0: make an object of it"),
-    ([5], "holds an int at place 0, which is not a processor"),
-    (5, "must be a list of processors, or a function that gives a list for each sequence, not an int"),
-    (lambda index, ids: Odd(), "must give a list of processors, not an Odd"),
-    (lambda index, ids: ["x"], "gave a list that holds a string at place 0, which is not a processor"),
-    ([nothing], r"nothing gave None: it must return scores of shape \[1, 101\]"),
-    (
-        [lambda ids, scores: scores[:, :50]],
-        r"gave scores of shape \[1, 50\]: it must return scores of shape \[1, 101\]",
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
-def test_what_is_no_processor_is_an_error_that_says_so(given: Any, message: str) -> None:
-    with pytest.raises(OptionValueError, match=f"`logits_processor` .*{message}"):
-        BatchGenerator(build(FAMILY)).generate(prompts(), max_new_tokens=3, logits_processor=given)
 
 
 def test_the_users_own_errors_come_out_as_they_are() -> None:
@@ -360,11 +297,3 @@ def test_what_keeps_no_state_is_not_warned_of() -> None:
     for given in ([Preparing(), Odd()], lambda *_: [Tallying()], [processors.SequenceBiasLogitsProcessor(BIAS)]):
         generator.generate(prompts(), max_new_tokens=4, logits_processor=given)
     generator.generate(prompts(1), max_new_tokens=4, logits_processor=[Tallying()])  # there is but one sequence
-
-
-def test_processors_that_leave_no_token_are_not_blamed_on_the_model_alone() -> None:
-    def nothing(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf)
-
-    with pytest.raises(RuntimeError, match="processors left no token a chance"):
-        BatchGenerator(build(FAMILY)).generate([[5]], logits_processor=[nothing], max_new_tokens=2, do_sample=True)
