@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from support_cases import up_to
 from support_families import build
 from support_interrupts import CRITICAL, GIVEN, OPTIONS, Stop, interrupted_or_whole
 from support_parity import assert_parity
+from support_parity import watched as watched  # a fixture
 from support_untouched import FAMILY, NEW_TOKENS, fingerprint
 from support_word_tokenizer import word_tokenizer
 
@@ -58,14 +60,18 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int,
     assert tokens(result) == expected
 
 
+def some_lines(run: Callable[[], Any], files: tuple[str, ...], seed: int, count: int = 12) -> Iterator[Stop]:
+    """Interrupts, each at one of the lines that ``run`` runs."""
+    every = Stop(0, files)
+    every.during(run)
+    return (Stop(at, files) for at in random.Random(seed).sample(range(1, every.count), up_to(count)))
+
+
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("files", [(), CRITICAL], ids=["anywhere", "critical"])
 def test_at_any_line(files: tuple[str, ...], keep: int, expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make(keep)
-    every = Stop(0, files)
-    every.during(lambda: generator.generate(GIVEN, **OPTIONS))
-    for at in random.Random(len(files) + keep).sample(range(1, every.count), up_to(12)):
-        stop = Stop(at, files)
+    for stop in some_lines(lambda: generator.generate(GIVEN, **OPTIONS), files, len(files) + keep):
         outcome = stop.during(lambda: interrupted_or_whole(generator))
         assert isinstance(outcome, GenerationInterrupted) == bool(stop.place)  # fewer lines are run on kept prefixes
         assert tokens(outcome).items() <= expected.items(), stop.place
@@ -74,12 +80,10 @@ def test_at_any_line(files: tuple[str, ...], keep: int, expected: dict[int, list
 
 def test_at_any_line_of_a_stream(expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make()
-    every = Stop(0, CRITICAL)
-    every.during(lambda: list(generator.stream(GIVEN, **OPTIONS)))
-    for at in random.Random(3).sample(range(1, every.count), up_to(12)):
+    for stop in some_lines(lambda: list(generator.stream(GIVEN, **OPTIONS)), CRITICAL, 3):
         done: list[Generation] = []
         with pytest.raises(KeyboardInterrupt):
-            Stop(at, CRITICAL).during(lambda done=done: done.extend(generator.stream(GIVEN, **OPTIONS)))
+            stop.during(lambda done=done: done.extend(generator.stream(GIVEN, **OPTIONS)))
         assert tokens(done).items() <= expected.items()
         assert_as_before(generator, before, expected)
 
@@ -89,11 +93,9 @@ def test_at_any_line_of_making_one() -> None:
     files = ("architecture.py", "attention_swap.py", "attention_interface.py", "mask_probe.py")
     before, random_state = fingerprint(build(FAMILY)), torch.get_rng_state()
     make()  # the first look at a class runs more lines: what it finds is kept for the next
-    every = Stop(0, files)
-    every.during(make)
-    for at in random.Random(6).sample(range(1, every.count), up_to(15)):
+    for stop in some_lines(make, files, 6, 15):
         with pytest.raises(KeyboardInterrupt):
-            Stop(at, files).during(make)
+            stop.during(make)
         assert fingerprint(build(FAMILY)) == before
         assert torch.equal(torch.get_rng_state(), random_state)
 
@@ -252,7 +254,7 @@ def test_while_it_waits_for_another_thread(expected: dict[int, list[int]]) -> No
 
 
 def test_a_second_thread_is_told_that_the_first_is_at_work(expected: dict[int, list[int]]) -> None:
-    generator, heard = make(), []
+    generator = make()
     running, over = threading.Event(), threading.Event()
 
     def pause(*args: Any) -> None:
@@ -265,13 +267,10 @@ def test_a_second_thread_is_told_that_the_first_is_at_work(expected: dict[int, l
     first.start()
     try:
         running.wait(60)
-        for call in (generator.generate, generator.stream):
-            with pytest.raises(GeneratorBusyError, match="a call is running already") as caught:
-                call(GIVEN, **OPTIONS)
-            heard.append(caught.value)
-        for end in (generator.close, generator.forget_prefixes):
+        calls = [partial(call, GIVEN, **OPTIONS) for call in (generator.generate, generator.stream)]
+        for call in (*calls, generator.close, generator.forget_prefixes):
             with pytest.raises(GeneratorBusyError, match="a call is running already"):
-                end()
+                call()
         assert len(generator.plan(GIVEN).order) == len(GIVEN)
     finally:
         over.set()
@@ -323,15 +322,21 @@ def leave(stream: Any, how: str) -> None:
     [("close", 0), ("close", 3), ("throw", 1), ("exit", 3), ("break", 1), ("error", 1), ("interrupt", 0),
      ("interrupt", 1), ("del", 0), ("del", 1)],
 )  # fmt: skip
-def test_a_stream_that_is_left(how: str, results: int, expected: dict[int, list[int]]) -> None:
+def test_a_stream_that_is_left(how: str, results: int, expected: dict[int, list[int]], watched: list[Any]) -> None:
     before, generator = fingerprint(build(FAMILY)), make()
     stream = generator.stream(GIVEN, **OPTIONS)
     for _ in range(results):
         next(stream)
+        assert fingerprint(build(FAMILY)) == before  # between two steps the model is its owner's, too
+        with pytest.raises(GeneratorBusyError, match="running"):
+            generator.generate(GIVEN, max_new_tokens=1)
     leave(stream, how)
     del stream
     gc.collect()
     assert generator._kv.cache is None
+    for cache in watched:
+        cache.check_integrity()
+        assert cache.free_pages == cache.num_pages
     assert_as_before(generator, before, expected)
 
 

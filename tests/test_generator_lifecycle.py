@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,12 +51,13 @@ def break_off(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException,
 
 def test_after_a_call_the_model_is_as_it_was(watched: list[Any]) -> None:
     before = fingerprint(build(FAMILY))
-    generator = BatchGenerator(build(FAMILY))
+    with BatchGenerator(build(FAMILY)) as generator:
+        assert fingerprint(build(FAMILY)) == before
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+        assert_untouched(generator, before, watched)
     assert fingerprint(build(FAMILY)) == before
-    generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
-    assert_untouched(generator, before, watched)
-    generator.close()
-    assert fingerprint(build(FAMILY)) == before
+    with pytest.raises(GeneratorBusyError, match="closed"):
+        generator.generate(prompts(), max_new_tokens=2)
 
 
 @pytest.mark.some_cases
@@ -94,18 +95,6 @@ def test_after_an_interrupt_what_had_finished_is_kept(
     assert report.saving == pytest.approx(generator.plan(prompts()).saving)  # not of the part that was run
     if after > 14:
         assert 0 < len(caught.value.result) < len(prompts())
-    assert_untouched(generator, before, watched)
-
-
-def test_an_abandoned_stream_gives_everything_back(watched: list[Any]) -> None:
-    before = fingerprint(build(FAMILY))
-    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
-    stream = generator.stream(prompts(), max_new_tokens=NEW_TOKENS)
-    next(stream)
-    assert fingerprint(build(FAMILY)) == before  # between two steps the model is its owner's, too
-    with pytest.raises(GeneratorBusyError, match="running"):
-        generator.generate(prompts(), max_new_tokens=1)
-    del stream
     assert_untouched(generator, before, watched)
 
 
@@ -150,13 +139,6 @@ def test_what_a_user_does_to_results_does_not_get_into_the_report(streamed: bool
     assert generator.last_report is not None and generator.last_report.new_tokens == new_tokens
     again = generator.generate(prompts(), **options)
     assert sum(map(len, again.token_ids)) == new_tokens
-
-
-def test_a_closed_generator_says_so() -> None:
-    with BatchGenerator(build(FAMILY)) as generator:
-        pass
-    with pytest.raises(GeneratorBusyError, match="closed"):
-        generator.generate(prompts(), max_new_tokens=2)
 
 
 # -- prefixes kept from one call to the next -------------------------------------------------------------------
@@ -229,29 +211,74 @@ def test_nested_prefixes_are_kept_and_the_inner_one_is_found() -> None:
     assert_parity(FAMILY, given, result, NEW_TOKENS)
 
 
-def test_prefixes_of_other_weights_are_dropped() -> None:
-    model = FAMILIES[FAMILY]()  # one of its own: its weights are written to
-    generator = BatchGenerator(model, keep_prefixes=2)
-    given = questions(document(1))
-    generator.generate(given, max_new_tokens=2)
-    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+def halve(model: Any, *_: Any) -> None:
     with torch.no_grad():
         next(iter(model.parameters())).mul_(0.5)
-    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 0
-    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+
+
+def synchronise(model: Any, *_: Any) -> None:
+    """As weights are in RL loops: no version counter moves."""
     for parameter in model.parameters():
-        parameter.data.mul_(0.9)  # as weights are synchronised in RL loops: no version counter moves
-    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
-    assert result.report.cached_tokens == 0
-    assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
+        parameter.data.mul_(0.9)
 
 
-def test_weights_made_in_inference_mode_have_no_versions_and_are_kept_track_of_all_the_same() -> None:
-    with torch.inference_mode():
-        model = FAMILIES[FAMILY]()
-    generator = BatchGenerator(model, keep_prefixes=2)
-    given = questions(document(1))
+def adapt(name: str, value: Any) -> Callable[..., None]:
+    return lambda model, *_: setattr(model.model.layers[0].self_attn.q_proj, name, value)
+
+
+def refused(**options: Any) -> Callable[..., None]:
+    def ask(model: Any, generator: BatchGenerator, given: list[list[int]]) -> None:
+        with pytest.raises(ValueError, match="max_new_token"):
+            generator.generate(given, **options)
+
+    return ask
+
+
+def abandon(model: Any, generator: BatchGenerator, given: list[list[int]]) -> None:
+    stream = generator.stream([given[0], [], given[1]], max_new_tokens=2, on_error="record")
+    assert next(stream).finish_reason == "error"
+
+
+def fail(model: Any, generator: BatchGenerator, given: list[list[int]]) -> None:
+    def no_memory(self: KVStorage, num_pages: int, num_slots: int) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVStorage, "grow", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            generator.generate(given, max_new_tokens=NEW_TOKENS)
+
+
+# What happens between two calls, and whether prefixes outlive it.
+EVENTS: dict[str, tuple[Callable[..., None], bool]] = {
+    "nothing, to weights made in inference mode": (lambda *_: None, True),  # which have no versions
+    "a parameter is written to": (halve, False),
+    "weights are synchronised": (synchronise, False),
+    "another adapter is active": (adapt("active_adapters", ["two"]), False),
+    "adapters are switched off": (adapt("disable_adapters", True), False),
+    "a call with an unknown option": (refused(max_new_token=2), True),
+    "a call that memory is too small for": (refused(max_new_tokens=1 << 20), True),
+    "a stream abandoned among its errors": (abandon, True),
+    "a set-up that fails": (fail, False),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_kept_prefixes_outlive(event: str, watched: list[Any]) -> None:
+    with torch.inference_mode("inference mode" in event):
+        model: Any = FAMILIES[FAMILY]()  # one of its own: its weights are written to
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.disable_adapters, layer.active_adapters = False, ["one"]  # what PEFT puts on the layers that it adapts
+    generator, given = BatchGenerator(model, keep_prefixes=2, kv_memory="4MiB"), questions(document(1))
     assert [generator.generate(given, max_new_tokens=2).report.cached_tokens for _ in range(2)] == [0, 60]
+    happens, outlived = EVENTS[event]
+    happens(model, generator, given)
+    for cache in watched:
+        cache.check_integrity(alive=[])
+    for cached in (60 if outlived else 0, 60):
+        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+        assert result.report.cached_tokens == cached
+        assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
 
 
 def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None:
@@ -265,48 +292,6 @@ def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None
     short = questions(document(3, 80)[:20], 2)  # stands on a kept prefix that is far longer than what is read of it
     result = generator.generate([*short, *questions(document(7, 90), 1)], max_new_tokens=NEW_TOKENS)
     assert_parity(FAMILY, [*short, *questions(document(7, 90), 1)], result, NEW_TOKENS)
-
-
-def test_prefixes_of_another_adapter_are_dropped() -> None:
-    model = FAMILIES[FAMILY]()
-    layer: Any = model.model.layers[0].self_attn.q_proj
-    layer.disable_adapters, layer.active_adapters = False, ["one"]  # what PEFT puts on the layers that it adapts
-    generator = BatchGenerator(model, keep_prefixes=2)
-    given = questions(document(1))
-
-    def cached() -> int:
-        return generator.generate(given, max_new_tokens=2).report.cached_tokens
-
-    assert [cached(), cached()] == [0, 60]
-    layer.active_adapters = ["two"]
-    assert [cached(), cached()] == [0, 60]
-    layer.disable_adapters = True
-    assert [cached(), cached()] == [0, 60]
-
-
-def test_a_stream_abandoned_among_its_errors_gives_everything_back(watched: list[Any]) -> None:
-    model = FAMILIES[FAMILY]()
-    generator = BatchGenerator(model, keep_prefixes=2)
-    given = questions(document(1))
-    generator.generate(given, max_new_tokens=2)
-    stream = generator.stream([given[0], [], given[1]], max_new_tokens=2, on_error="record")
-    assert next(stream).finish_reason == "error"
-    del stream
-    watched[0].check_integrity(alive=[])
-    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60  # nothing ran, nothing is in doubt
-    with torch.no_grad():
-        next(iter(model.parameters())).mul_(0.5)
-    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 0
-
-
-def test_a_refused_call_leaves_kept_prefixes_alone() -> None:
-    generator = BatchGenerator(build(FAMILY), keep_prefixes=2, kv_memory="4MiB")
-    given = questions(document(1))
-    generator.generate(given, max_new_tokens=2)
-    for refused in ({"max_new_token": 2}, {"max_new_tokens": 1 << 20}):
-        with pytest.raises(ValueError, match="max_new_token"):
-            generator.generate(given, **refused)
-    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
 
 
 def test_each_report_counts_its_own_call() -> None:
@@ -323,25 +308,6 @@ def test_each_report_counts_its_own_call() -> None:
 
 
 # -- others at the same model ----------------------------------------------------------------------------------
-
-
-def test_two_generators_on_one_model_take_turns() -> None:
-    before = fingerprint(build(FAMILY))
-    expected = BatchGenerator(build(FAMILY)).generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids
-    outcomes: list[Any] = []
-
-    def job() -> None:
-        generator = BatchGenerator(build(FAMILY), page_size=4)
-        for _ in range(6):
-            outcomes.append(generator.generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids == expected)
-
-    threads = [threading.Thread(target=job) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == [True] * 18
-    assert fingerprint(build(FAMILY)) == before
 
 
 def test_an_interrupt_while_a_step_puts_the_model_back_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,24 +358,6 @@ def test_what_an_owner_changes_between_calls_is_seen() -> None:
     ids = torch.tensor([prompt])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0)
     assert generator.generate([prompt] * 3, max_new_tokens=4).token_ids == [expected[0, len(prompt) :].tolist()] * 3
-
-
-def test_a_set_up_that_fails_leaves_a_generator_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
-    given = questions(document(1))
-    generator.generate(given, max_new_tokens=2)
-
-    def no_memory(self: KVStorage, num_pages: int, num_slots: int) -> None:
-        raise torch.OutOfMemoryError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(KVStorage, "grow", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            generator.generate(given, max_new_tokens=NEW_TOKENS)
-    for cached in (0, 60):
-        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
-        assert_parity(FAMILY, given, result, NEW_TOKENS)
-        assert result.report.cached_tokens == cached
 
 
 def test_prefixes_kept_outside_autocast_are_not_used_inside() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from support_families import build
-from support_process_states import PROMPTS, made
+from support_fingerprint import fingerprint
+from support_process_states import CALLS, PROMPTS, made
 
 from hf_batchllm import BatchGenerator
 
@@ -50,22 +51,26 @@ def _in_fork(work: Callable[[], Any], patience: float = 120) -> Any:
         process.join()
 
 
-@pytest.mark.parametrize("other", ["llama", "gemma3"])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
-def test_two_generators_in_two_threads(other: str, options: dict[str, Any]) -> None:
-    models = [build("llama"), build(other)]  # one model for both, or one for each
-    known = [_generated(made(model), **options) for model in models]
+@pytest.mark.parametrize("families", [("llama",), ("gemma2",), ("llama", "gemma3")], ids="-".join)
+@pytest.mark.parametrize(("options", "calls"), [({}, 6), ({"num_beams": 2}, 1)])
+def test_generators_in_several_threads_take_turns(
+    families: tuple[str, ...], options: dict[str, Any], calls: int
+) -> None:
+    models = [build(families[number % len(families)]) for number in range(3)]  # one for all, or some with their own
+    known, before = [_generated(made(model), **options) for model in models], [*map(fingerprint, models)]
     found: dict[int, Any] = {}
 
     def run(number: int) -> None:
-        found[number] = _generated(made(models[number]), **options)
+        generator = made(models[number])
+        found[number] = [_generated(generator, **options) for _ in range(calls)]
 
-    workers = [Thread(target=run, args=(number,)) for number in range(2)]
+    workers = [Thread(target=run, args=(number,)) for number in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert [found[0], found[1]] == known
+    assert [found[number] for number in range(3)] == [[each] * calls for each in known]
+    assert [*map(fingerprint, models)] == before
 
 
 @_forks
@@ -149,8 +154,6 @@ print(json.dumps(found))
 
 
 def test_without_asserts_and_with_another_hash_seed() -> None:
-    from support_process_states import CALLS
-
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"}
     command = [sys.executable, "-c", _PROGRAM, str(here.parent)]
