@@ -11,7 +11,7 @@ from support_letter_tokenizers import letter_tokenizer
 from support_parity import mixed_prompts, reference
 from transformers import StoppingCriteria
 
-from hf_batchllm import BatchGenerator
+from hf_batchllm import BatchGenerator, BatchResult
 
 FAMILY = "llama"
 NEW_TOKENS = 24
@@ -58,6 +58,21 @@ def assert_as_alone(
             reason = "length" if len(expected) == chosen.get("max_new_tokens", NEW_TOKENS) else "stop"
             assert result[index].finish_reason == reason or (reason == "length" and len(got) == len(expected))
     assert whole >= 0.8 * len(prompts)
+
+
+def ends_as_alone(
+    options: dict[str, Any] | Callable[[int], dict[str, Any]],
+    given: dict[str, Any] | None = None,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    generator: BatchGenerator | None = None,
+    **config: Any,
+) -> BatchResult:
+    """A call's result, of which each row ends as in ``generate``. ``given``: to the call, if not ``options``."""
+    asked: Any = options if given is None else given
+    length = {} if "generation_config" in asked else {"max_new_tokens": NEW_TOKENS}
+    result: BatchResult = (generator or make(**config)).generate(prompts, progress=False, **length, **asked)
+    assert_as_alone(result, prompts, options)
+    return result
 
 
 def text_of(prompt: Sequence[int], begin: int = 0, end: int | None = None) -> str:
