@@ -15,6 +15,18 @@ from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 LARGE = 262_144
+HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
+# Options whose processors look at what came before.
+LOOKING_BACK: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.5, "min_new_tokens": 2, "eos_token_id": [3, 1, 500, 101]},
+    {"min_new_tokens": 10, "eos_token_id": 5},
+    {"min_length": 31, "eos_token_id": [5, 6], "repetition_penalty": 2.0},
+    {"min_length": 31, "min_new_tokens": 1, "eos_token_id": [5, 6]},
+    {"min_new_tokens": 10, "eos_token_id": 1000},
+    {"min_new_tokens": 10, "eos_token_id": None},
+]
 
 
 @cache

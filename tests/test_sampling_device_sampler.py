@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import defaultdict
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 import torch
 from support_distributions import assert_drawn_from, brief, processors_of
 from support_families import build
-from support_host_sampler import Discouraging, requests_of, sampler
+from support_host_sampler import HISTORIES, LOOKING_BACK, Discouraging, requests_of, sampler
 from support_kernels import DEVICE, GPU, kernel, plain
-from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
+from transformers import LogitsProcessorList
 
-from hf_batchllm.inputs.call_arguments import CallArguments
 from hf_batchllm.inputs.options import Options
 from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.requests_and_prefixes import Request
@@ -26,7 +24,6 @@ from hf_batchllm.sampling.device_sampler import DeviceSampler, RowsState
 from hf_batchllm.sampling.sampling_kernels import SamplingKernels, torch_sampling, triton_sampling
 
 FAMILY, VOCABULARY = "llama", 101
-EVERY: dict[str, Any] = {"top_k": 0, "eos_token_id": None}
 INF = float("inf")
 
 
@@ -34,21 +31,16 @@ def resolved(**options: Any) -> Options:
     return resolve_options(build(FAMILY), None, {"do_sample": True, "max_new_tokens": 50, **options})
 
 
-def made_with(kernels: SamplingKernels, device: str, vocabulary: int = VOCABULARY, **options: Any) -> DeviceSampler:
-    return mixed_with(kernels, device, vocabulary, options)
-
-
-def mixed_with(kernels: SamplingKernels, device: str, vocabulary: int, *each: dict[str, Any]) -> DeviceSampler:
-    return DeviceSampler([resolved(**options) for options in each], 7, vocabulary, device, kernels)
-
-
-def torch_sampler(**options: Any) -> DeviceSampler:
-    return made_with(torch_sampling(), "cpu", **options)
-
-
-def greedy_sampler(**options: Any) -> DeviceSampler:
-    kinds = [resolved(**(options | {"do_sample": False}))]
-    return DeviceSampler(kinds, None, VOCABULARY, "cpu", torch_sampling())
+def sampler_of(
+    *each: dict[str, Any],
+    seed: int | None = 7,
+    kernels: SamplingKernels | None = None,
+    device: str = "cpu",
+    vocabulary: int = VOCABULARY,
+) -> DeviceSampler:
+    """For rows of each of the options."""
+    kinds = [resolved(**options) for options in each]
+    return DeviceSampler(kinds, seed, vocabulary, device, kernels or torch_sampling())
 
 
 def state_of(requests: list[Request], sampler: DeviceSampler, device: str = "cpu") -> RowsState:
@@ -82,18 +74,6 @@ def scores_of(rows: int, vocabulary: int = VOCABULARY, seed: int = 4) -> torch.T
 
 # -- what is asked for -----------------------------------------------------------------------------------------
 
-HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
-LOOKING_BACK: list[dict[str, Any]] = [
-    {},
-    {"repetition_penalty": 1.4},
-    {"repetition_penalty": 0.5, "min_new_tokens": 2, "eos_token_id": [3, 1, 500, 101]},
-    {"min_new_tokens": 10, "eos_token_id": 5},
-    {"min_length": 31, "eos_token_id": [5, 6], "repetition_penalty": 2.0},
-    {"min_length": 31, "min_new_tokens": 1, "eos_token_id": [5, 6]},
-    {"min_new_tokens": 10, "eos_token_id": 1000},
-    {"min_new_tokens": 10, "eos_token_id": None},
-]
-
 
 @plain
 @pytest.mark.parametrize("options", LOOKING_BACK, ids=brief)
@@ -101,7 +81,7 @@ def test_greedy_tokens_are_those_of_the_processors(options: dict[str, Any]) -> N
     requests, scores = requests_of(60, HISTORIES), scores_of(60)
     scores[::7] = scores[::7].round()
     scores[:, 5] += 8  # EOS would be the best
-    mine = greedy_sampler(**options)
+    mine = sampler_of(options | {"do_sample": False}, seed=None)
     before = scores.clone()
     tokens = mine(scores, state_of(requests, mine))
     assert torch.equal(scores, before)
@@ -126,9 +106,8 @@ def test_draws_are_from_what_the_processors_leave(options: dict[str, Any]) -> No
     draws, scores = 20_000, scores_of(1)
     prompt = np.arange(0, 60, 3, dtype=np.int32)
     rows = [Request(1, prompt, 50_000, sample=sample) for sample in range(draws)]
-    mine = torch_sampler(**options)
-    state = state_of(rows[:1], mine)
-    state = expanded(state, draws)
+    mine = sampler_of(options)
+    state = expanded(state_of(rows[:1], mine), draws)
     state.sample.copy_(torch.arange(draws))
     drawn = mine(scores.expand(draws, -1), state)
     processed = processors_of(build(FAMILY), len(prompt), **options)(torch.from_numpy(prompt.astype(int))[None], scores)
@@ -138,7 +117,7 @@ def test_draws_are_from_what_the_processors_leave(options: dict[str, Any]) -> No
 @plain
 def test_a_token_depends_on_its_own_row_alone() -> None:
     options = {"top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3, "eos_token_id": 5}
-    mine, requests, scores = torch_sampler(**options), requests_of(24, HISTORIES), scores_of(24)
+    mine, requests, scores = sampler_of(options), requests_of(24, HISTORIES), scores_of(24)
     every = mine(scores, state_of(requests, mine)).tolist()
     some = [17, 3, 8, 9]
     alone = mine(scores[some], state_of([requests[row] for row in some], mine)).tolist()
@@ -147,13 +126,13 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
     for name in ("prompt", "sample", "made"):
         moved = dataclasses.replace(state, **{name: getattr(state, name) + 1}, seen=state.seen.clone())
         assert mine(scores, moved).tolist() != every, name
-    other = DeviceSampler([resolved(**options)], 8, VOCABULARY, "cpu", torch_sampling())
+    other = sampler_of(options, seed=8)
     assert other(scores, state_of(requests, other)).tolist() != every
     own = dataclasses.replace(state_of(requests, other), seed=torch.tensor([7, 8] * 12))
     mixed = other(scores, own).tolist()
     assert mixed[::2] == every[::2]
     assert mixed[1::2] == other(scores, state_of(requests, other)).tolist()[1::2] != every[1::2]
-    wide = DeviceSampler([resolved(**options)], 2**64 - 1, VOCABULARY, "cpu", torch_sampling())
+    wide = sampler_of(options, seed=2**64 - 1)
     assert wide(scores, state_of(requests, wide)).min() >= 0
 
 
@@ -171,15 +150,13 @@ MIXED: list[dict[str, Any]] = [
 @plain
 @pytest.mark.parametrize("mixed", [MIXED, MIXED[:2], MIXED[1:3], [MIXED[0], MIXED[3]], MIXED[4:]], ids=len)
 def test_rows_of_many_kinds_have_the_tokens_of_their_kind(mixed: list[dict[str, Any]]) -> None:
-    kinds, kernels = [resolved(**options) for options in mixed], torch_sampling()
-    together = DeviceSampler(kinds, 7, VOCABULARY, "cpu", kernels)
-    requests, scores = requests_of(len(kinds) * 12, HISTORIES), scores_of(len(kinds) * 12)
+    together, count = sampler_of(*mixed), len(mixed)
+    requests, scores = requests_of(count * 12, HISTORIES), scores_of(count * 12)
     scores[:, 5:9] += 5  # EOS is among the best
     state = state_of(requests, together)
     tokens = together(scores, state)
-    for number, kind in enumerate(kinds):
-        alone = DeviceSampler([kind], 7, VOCABULARY, "cpu", kernels)
-        rows = slice(number, None, len(kinds))
+    for number, options in enumerate(mixed):
+        alone, rows = sampler_of(options), slice(number, None, count)
         own = state_of(requests[rows], alone)
         assert alone(scores[rows], own).tolist() == tokens[rows].tolist()
         if alone.needs_seen:
@@ -189,18 +166,15 @@ def test_rows_of_many_kinds_have_the_tokens_of_their_kind(mixed: list[dict[str, 
 @plain
 def test_settings_of_the_same_meaning_are_one_kind() -> None:
     same = [{"top_p": 0.9}, {"top_p": 0.9, "eos_token_id": 4}, {"top_p": 0.9, "min_length": 5, "eos_token_id": 500}]
-    kinds = [resolved(**options) for options in same]
-    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", torch_sampling())
+    mine = sampler_of(*same)
     assert set(mine.kinds.values()) == {0} and not mine.needs_kind and not mine.needs_minimum
-    kinds += [resolved(top_p=0.9, min_new_tokens=5, eos_token_id=4), resolved(do_sample=False)]
-    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", torch_sampling())
+    mine = sampler_of(*same, {"top_p": 0.9, "min_new_tokens": 5, "eos_token_id": 4}, {"do_sample": False})
     assert list(mine.kinds.values()) == [0, 0, 0, 1, 2] and mine.needs_kind and mine.needs_minimum
 
 
 @plain
 def test_only_rows_with_a_penalty_need_bits() -> None:
-    kinds = [resolved(top_k=0), resolved(do_sample=False, repetition_penalty=3.0)]
-    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", torch_sampling())
+    mine = sampler_of({"top_k": 0}, {"do_sample": False, "repetition_penalty": 3.0})
     requests, scores = requests_of(4, ((30, 0),)), scores_of(4)
     every = state_of(requests, mine)
     line, seen = torch.tensor([-1, 1, -1, 0], dtype=torch.int32), every.seen[[3, 1]].clone()
@@ -214,7 +188,7 @@ def test_only_rows_with_a_penalty_need_bits() -> None:
 def test_a_row_goes_on_with_what_it_has_drawn() -> None:
     """Each step's tokens are seen in the next one, as processors see them; EOS waits until the row is long enough."""
     options = {"repetition_penalty": 3.0, "min_new_tokens": 5, "eos_token_id": 5, "do_sample": False}
-    mine = greedy_sampler(**options)
+    mine = sampler_of(options, seed=None)
     requests = requests_of(6, ((3, 0), (20, 0)))
     state = state_of(requests, mine)
     theirs = sampler(None, build(FAMILY), **{**options, "do_sample": False})
@@ -235,19 +209,19 @@ def test_rows_that_are_not_numbers_give_no_token() -> None:
     scores = scores_of(4)
     scores[0, 50], scores[1, 7], scores[2] = float("nan"), INF, -INF
     for options in ({}, {"top_k": 5, "repetition_penalty": 1.5}, {"top_p": 0.5, "min_p": 0.1}):
-        mine = torch_sampler(**options)
+        mine = sampler_of(options)
         state = state_of(requests_of(4), mine)
         before = state.seen.clone()
         drawn = mine(scores, state).tolist()
         assert drawn[:3] == [-1, -1, -1] and drawn[3] >= 0
         assert torch.equal(state.seen[:3], before[:3])
-    greedy = greedy_sampler()
+    greedy = sampler_of({"do_sample": False}, seed=None)
     assert greedy(scores, state_of(requests_of(4), greedy))[:3].tolist() == [50, 7, 0]
 
 
 @plain
 def test_the_bits_of_a_prompt() -> None:
-    mine = torch_sampler()
+    mine = sampler_of({})
     bits = mine.seen(np.array([0, 31, 32, 100, 100, 101, 5000, -1], dtype=np.int32))
     assert bits.dtype == np.int32 and bits.tolist() == [-(2**31) + 1, 1, 0, 1 << 4]
     assert minimum_of(resolved(min_length=30, eos_token_id=3), 12) == 18
@@ -265,34 +239,6 @@ def test_the_bits_of_a_prompt() -> None:
 )
 def test_what_stays_on_the_device(options: dict[str, Any], sampling: dict[str, Any]) -> None:
     assert why_not_on_device(resolved(**options, **sampling), build(FAMILY), 97) is None
-
-
-@plain
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("watermarking_config", SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)),
-    ],
-    ids=str,
-)
-def test_what_does_not_is_named(name: str, value: Any) -> None:
-    options = resolved(eos_token_id=3)
-    config = copy.copy(options.config)
-    setattr(config, name, value)
-    reason = why_not_on_device(dataclasses.replace(options, config=config), build(FAMILY), 97)
-    assert reason is not None and f"`{name}`" in reason and "waits" in reason
-
-
-@plain
-def test_arguments_that_pick_tokens_are_named() -> None:
-    for arguments, name in (
-        (CallArguments(logits_processor=LogitsProcessorList([Discouraging()])), "logits_processor"),
-        (CallArguments(prefix_allowed_tokens_fn=lambda sequence, ids: [3]), "prefix_allowed_tokens_fn"),
-    ):
-        reason = why_not_on_device(dataclasses.replace(resolved(), arguments=arguments), build(FAMILY), 97)
-        assert reason is not None and f"`{name}`" in reason and "waits" in reason
-    nothing = CallArguments(logits_processor=LogitsProcessorList())
-    assert why_not_on_device(dataclasses.replace(resolved(), arguments=nothing), build(FAMILY), 97) is None
 
 
 @plain
@@ -359,7 +305,7 @@ def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -
     requests = requests_of(rows, HISTORIES, vocabulary)
     tokens = []
     for kernels, device in ((torch_sampling(), "cpu"), (triton_sampling(), DEVICE)):
-        mine = mixed_with(kernels, device, vocabulary, *options)
+        mine = sampler_of(*options, kernels=kernels, device=device, vocabulary=vocabulary)
         state = state_of(requests, mine, device)
         tokens.append([mine(scores.to(device), state).tolist() for _ in range(2)])
     # Two noisy scores that float32 cannot tell apart, or a nucleus whose edge it cannot: next to never.
@@ -372,7 +318,7 @@ def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_wait_for_the_host_and_a_graph_replays_native(options: list[dict[str, Any]], dtype: torch.dtype) -> None:
     rows, vocabulary = 37, 50_257
-    mine = mixed_with(triton_sampling(), "cuda", vocabulary, *options)
+    mine = sampler_of(*options, kernels=triton_sampling(), device="cuda", vocabulary=vocabulary)
     state = state_of(requests_of(rows, HISTORIES, vocabulary), mine, "cuda")
     logits, out = torch.zeros(rows, vocabulary, dtype=dtype, device="cuda"), torch.zeros(rows, dtype=torch.int64).cuda()
     mine(logits, state, out)  # compiles
@@ -417,7 +363,8 @@ def test_kernels_are_compiled_once_however_many_rows_there_are(monkeypatch: pyte
     monkeypatch.setattr(jit.JITFunction, "run", noted)
     greedy = {"do_sample": False, "min_new_tokens": 4, "eos_token_id": 3, "repetition_penalty": 1.2}
     cutting = {"top_k": 5, "top_p": 0.9, "min_p": 0.1}
-    sampler = mixed_with(triton_sampling(), "cpu", 2048, greedy, cutting, {"top_k": 0, "top_p": 0.9})
+    nucleus = {"top_k": 0, "top_p": 0.9}
+    sampler = sampler_of(greedy, cutting, nucleus, kernels=triton_sampling(), vocabulary=2048)
     for rows in (5, 6, 7, 8):
         prompt, sample, kind, minimum, line = torch.zeros(5, rows, dtype=torch.int32)
         made, seen = torch.zeros(rows, dtype=torch.int32), torch.zeros(9, 2048 // 32, dtype=torch.int32)

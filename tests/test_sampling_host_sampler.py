@@ -11,7 +11,7 @@ import pytest
 import torch
 from support_distributions import assert_drawn_from, brief, expected_token, processors_of
 from support_families import build
-from support_host_sampler import LARGE, Discouraging, large_model, requests_of, sampler
+from support_host_sampler import HISTORIES, LARGE, LOOKING_BACK, Discouraging, large_model, requests_of, sampler
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processors
 
@@ -179,9 +179,7 @@ def test_a_shortlist_leaves_what_the_whole_vocabulary_would(options: dict[str, A
         if comparable:
             drawn = np.array([draw_tokens(scores, Inversion(uniform), warpers) for uniform in noise.T])
             for row in range(8):
-                assert drawn[:, row].tolist() == [
-                    expected_token(expected[row], uniform.item()) for uniform in noise[row]
-                ]
+                assert drawn[:, row].tolist() == [expected_token(expected[row], each.item()) for each in noise[row]]
     assert sure or options.get("min_p") == 0
 
 
@@ -198,16 +196,15 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
     rows[:2] *= 8  # two with a small nucleus
     rows[3, :500] = 30  # 500 equals are the whole of it
     noise = torch.full((4,), 0.3, dtype=torch.float64)
-    draw_tokens(rows, Inversion(noise), [processors.TopPLogitsWarper(0.9011)])
-    assert widths == [(1024, 4), (16384, 1)]
-    widths.clear()
-    draw_tokens(
-        rows, Inversion(noise), [processors.TopPLogitsWarper(0.9)]
-    )  # 450 of 500: rounding decides, so transformers does
-    assert widths == [(1024, 4), (16384, 2), (262144, 1)]
-    widths.clear()
-    draw_tokens(rows, Inversion(noise), [processors.TopKLogitsWarper(50)])
-    assert widths == [(114, 4), (1824, 1)]
+    for warpers, tries in (
+        ([processors.TopPLogitsWarper(0.9011)], [(1024, 4), (16384, 1)]),
+        # 450 of 500: rounding decides, so transformers does.
+        ([processors.TopPLogitsWarper(0.9)], [(1024, 4), (16384, 2), (262144, 1)]),
+        ([processors.TopKLogitsWarper(50)], [(114, 4), (1824, 1)]),
+    ):
+        widths.clear()
+        draw_tokens(rows, Inversion(noise), warpers)
+        assert widths == tries
     widths.clear()
     draw_tokens(rows, Inversion(noise), [])
     assert [rows for _, rows in widths] == [4]
@@ -223,23 +220,7 @@ def looked_back(logits: torch.Tensor, some: Sequence[Request], model: Any, **opt
     return rows_together.apply_looking_back(logits, some, [chains.of(request) for request in some], history)
 
 
-HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.4},
-        {"repetition_penalty": 0.5, "min_new_tokens": 2, "eos_token_id": [3, 1, 500, 101]},
-        {"min_new_tokens": 10, "eos_token_id": 5},
-        {"min_length": 31, "eos_token_id": [5, 6], "repetition_penalty": 2.0},
-        {"min_length": 31, "min_new_tokens": 1, "eos_token_id": [5, 6]},
-        {"min_new_tokens": 10, "eos_token_id": 1000},
-        {"min_new_tokens": 10, "eos_token_id": None},
-        {},
-    ],
-    ids=brief,
-)
+@pytest.mark.parametrize("options", LOOKING_BACK, ids=brief)
 @pytest.mark.parametrize("extra", [False, True], ids=["", "and one that needs each row by itself"])
 def test_rows_of_different_lengths_are_processed_as_each_by_itself(
     options: dict[str, Any], extra: bool, monkeypatch: pytest.MonkeyPatch
