@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,43 +40,34 @@ class _Dispatched(TorchDispatchMode):
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _set(put: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    return _set(torch.set_default_dtype, dtype, torch.get_default_dtype())
 
 
-@contextmanager
-def deterministic(warn_only: bool = False) -> Iterator[None]:
+def default_device(device: str) -> AbstractContextManager[None]:
+    return _set(torch.set_default_device, device, None)
+
+
+def matmul_precision(name: str) -> AbstractContextManager[None]:
+    return _set(torch.set_float32_matmul_precision, name, torch.get_float32_matmul_precision())
+
+
+def threads(count: int) -> AbstractContextManager[None]:
+    return _set(torch.set_num_threads, count, torch.get_num_threads())
+
+
+def deterministic(warn_only: bool = False) -> AbstractContextManager[None]:
     """With memory that nobody wrote full of NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return _set(partial(torch.use_deterministic_algorithms, warn_only=warn_only), True, False)
 
 
 @contextmanager
@@ -89,16 +81,6 @@ def newer_switches() -> Iterator[None]:
     finally:
         for each in products:
             each.fp32_precision = "none"
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 STATES: dict[str, State] = {

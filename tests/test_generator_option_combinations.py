@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,16 +17,11 @@ from support_families import build
 from support_letter_tokenizers import letter_tokenizer
 from support_options import ANY, DRAWN, SEED, WITH, _prompts, _tokens
 from support_oracle import check_row
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PreTrainedModel
 
-from hf_batchllm import BatchGenerator, Generation
+from hf_batchllm import BatchGenerator, Generation, accelerated
 
 FAMILIES = ("llama", "gemma3")
-
-
 LENGTHS: list[dict[str, Any]] = [{"max_new_tokens": 8}, {"max_length": 74}, {"max_new_tokens": 1}]
 
 
@@ -150,3 +147,63 @@ def test_rounding_decides_at_the_edge_of_a_warper() -> None:
 def test_a_token_that_no_rounding_gives_is_found(place: int, token: int) -> None:
     with pytest.raises(AssertionError, match=f"token {place}: {token}"):
         check_row(build("llama"), _with(token, place), _ON_AN_EDGE, SEED)
+
+
+# -- on a GPU: in float32, whoever picks the tokens, the device or the host --------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return copy.deepcopy(build("llama")).cuda()
+
+
+@pytest.fixture(scope="module")
+def generator(model: PreTrainedModel) -> Iterator[BatchGenerator]:
+    with BatchGenerator(model, letter_tokenizer()) as made:
+        yield made
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", ANY)
+def test_an_option_on_a_gpu(
+    name: str, sampled: bool, generator: BatchGenerator
+) -> None:  # watermarks are the device's own
+    options = {"max_new_tokens": 8, name: ANY[name][0]} | WITH.get(name, {})
+    if sampled:  # with noise that a CPU can make again: it is the host's where one option needs the host
+        options |= {"do_sample": True, "typical_p": 0.95}
+    result = generator.generate(_prompts(1), seed=SEED, progress=False, **options)
+    assert sum(check_row(generator.model, row, options | _tokens(options), SEED) for row in result) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_log_probabilities_on_a_gpu(generator: BatchGenerator) -> None:
+    prompts = _prompts(3, 8)
+    given: dict[str, Any] = {"max_new_tokens": 6, "logprobs": 3, "prompt_logprobs": 2, "progress": False}
+    for ours, theirs in zip(
+        generator.generate(prompts, **given), BatchGenerator(build("llama")).generate(prompts, **given), strict=True
+    ):
+        assert ours.token_ids == theirs.token_ids
+        for mine, others in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:])):
+            for one, other in zip(mine, others, strict=True):
+                assert one.keys() == other.keys()
+                assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_scores_come_as_from_generate_on_a_gpu(model: PreTrainedModel) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]], device="cuda")
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "pad_token_id": 0}
+    given |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "no_repeat_ngram_size": 2}
+    plain = model.generate(ids, **given)
+    with accelerated(model):
+        fast = model.generate(ids, **given)
+        assert model.generate.last_report is not None
+    assert torch.equal(fast.sequences, plain.sequences)
+    for name in ("scores", "logits"):
+        mine, others = getattr(fast, name), getattr(plain, name)
+        assert mine[0].device == others[0].device
+        torch.testing.assert_close(torch.stack(mine), torch.stack(others), atol=1e-3, rtol=1e-3)

@@ -1,4 +1,7 @@
-"""What a process is set to around a call (default types and devices, modes, flags) changes nothing in its results."""
+"""What a process is set to around a call (default types and devices, modes, flags) changes nothing in its results.
+
+Nor does what the caller enters or leaves between two results, or between two calls.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,34 @@ import inspect
 import random
 import sys
 import warnings
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support_families import build
-from support_process_states import CALLS, IDS, MASK, PROMPTS, STATES, assert_same, made, threads
+from support_process_states import (
+    CALLS,
+    IDS,
+    MASK,
+    PROMPTS,
+    STATES,
+    State,
+    assert_same,
+    facts,
+    made,
+    threads,
+)
 from support_untouched import fingerprint
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, SynthIDTextWatermarkingConfig
 
 import hf_batchllm
+from hf_batchllm import BatchGenerator
 from hf_batchllm.model import architecture
 
 WINDOWED = "gemma3"
@@ -69,7 +86,8 @@ def test_a_model_can_be_inspected_under_a_state(state: str, monkeypatch: pytest.
 
 
 def _modes() -> tuple[Any, ...]:
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    modes = *autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return *modes, torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
 
 
@@ -96,38 +114,33 @@ def test_the_number_of_threads_changes_nothing() -> None:
         assert made(build(WINDOWED)).generate(PROMPTS[:2], **given).token_ids == known
 
 
-def test_numpy_tensors_on_another_default_device() -> None:
-    given: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0}
-    known = made(build("llama")).generate(IDS.numpy(), attention_mask=MASK.numpy(), **given)
+def _heard(generator: BatchGenerator) -> list[int]:
+    """What a streamer gets, and -1 at the end."""
+    heard: list[int] = []
+    streamer = SimpleNamespace(put=lambda value: heard.extend(value.flatten().tolist()), end=lambda: heard.append(-1))
+    generator.generate([PROMPTS[0]], max_new_tokens=4, streamer=streamer)
+    return heard
+
+
+_BY_ONE_GENERATOR: dict[str, Callable[[BatchGenerator], Any]] = {
+    "numpy tensors": lambda generator: generator.generate(
+        IDS.numpy(), attention_mask=MASK.numpy(), max_new_tokens=4, pad_token_id=0
+    ),
+    "stop strings": lambda generator: generator.generate(PROMPTS, max_new_tokens=4, stop_strings=["e", "bc"]).token_ids,
+    "a streamer": _heard,
+}
+
+
+@pytest.mark.parametrize("call", _BY_ONE_GENERATOR)
+def test_another_default_device_and_without_it_again(call: str) -> None:
+    """What was prepared under it is good afterwards."""
+    run, generator = _BY_ONE_GENERATOR[call], made(build("llama"))
     with torch.device("meta"):
-        ours = made(build("llama")).generate(IDS.numpy(), attention_mask=MASK.numpy(), **given)
-    assert_same(ours, known)
-
-
-def test_stop_strings_prepared_under_another_default_device_are_good_without_it() -> None:
-    known = expected("llama", "stop strings")
-    generator = made(build("llama"))
-    given: dict[str, Any] = {"max_new_tokens": 4, "stop_strings": ["e", "bc"]}
-    with torch.device("meta"):
-        generator.generate(PROMPTS, **given)
-    assert [row.token_ids for row in generator.generate(PROMPTS, **given)] == [row[2] for row in known]
-
-
-def test_a_streamer_gets_real_tokens_under_another_default_device() -> None:
-    class Heard:
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.tokens.append(-1)
-
-    heard, generator = Heard(), made(build("llama"))
-    with torch.device("meta"):
-        (row,) = generator.generate([PROMPTS[0]], max_new_tokens=4, streamer=heard)
-    assert heard.tokens == [*PROMPTS[0], *row.token_ids, -1]
+        inside = run(generator)
+    known = run(made(build("llama")))
+    assert_same(inside, known)
+    assert_same(run(generator), known)
+    assert call != "a streamer" or known[: len(PROMPTS[0])] == PROMPTS[0]
 
 
 def test_a_seed_is_drawn_from_the_generator_of_the_cpu() -> None:
@@ -139,6 +152,119 @@ def test_a_seed_is_drawn_from_the_generator_of_the_cpu() -> None:
             drawn.append(made(build("llama")).generate(PROMPTS, max_new_tokens=4, do_sample=True).token_ids)
     torch.set_rng_state(before)
     assert drawn[1:] == drawn[:-1]
+
+
+# -- between two results, and between two calls ---------------------------------------------------------------
+
+_AUTOCAST: dict[str, State] = {
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+    "autocast, float16": partial(torch.autocast, "cpu", torch.float16),
+    "autocast, nothing cached": partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False),
+    "no autocast": partial(torch.autocast, "cpu", enabled=False),
+}
+_ENTERED = {name: STATES[name] for name in ("inference mode", "bfloat16", "meta", "deterministic")} | _AUTOCAST
+_SEED = 4
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_p": 0.9},
+    "beams": {"num_beams": 2, "eos_token_id": [5, 17]},
+    "watermark": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)},
+    "guidance": {"guidance_scale": 1.5},
+}
+
+
+def _configs(kind: str) -> list[GenerationConfig]:
+    """Each prompt ends in another step."""
+    return [GenerationConfig(max_new_tokens=2 + 2 * number, **_KINDS[kind]) for number in range(len(PROMPTS))]
+
+
+def _all_at_once(kind: str, state: State = nullcontext) -> list[Any]:
+    with state():
+        rows = made(build("llama")).generate(PROMPTS, _configs(kind), seed=_SEED, progress=False)
+    return [facts(row) for row in rows]
+
+
+def _one_by_one(kind: str, state_of: Callable[[int], AbstractContextManager[Any]]) -> list[Any]:
+    """``state_of``: the state in which the caller asks for the result so numbered."""
+    stream = made(build("llama")).stream(PROMPTS, _configs(kind), seed=_SEED)
+    rows = []
+    for number in range(len(PROMPTS)):
+        with state_of(number):
+            before = _modes()
+            rows.append(next(stream))
+            assert _modes() == before
+    assert next(stream, None) is None
+    return sorted((facts(row) for row in rows), key=lambda row: row[0])
+
+
+@pytest.mark.some_cases
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["greedy", "beams"])
+@pytest.mark.parametrize("state", _ENTERED)
+def test_entered_between_two_results(state: str, kind: str) -> None:
+    ours = _one_by_one(kind, lambda number: _ENTERED[state]() if number % 2 else nullcontext())
+    assert_same(ours, _all_at_once(kind))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_inference_mode_is_left_after_the_first_result(kind: str) -> None:
+    ours = _one_by_one(kind, lambda number: torch.inference_mode() if number == 0 else nullcontext())
+    assert_same(ours, _all_at_once(kind))
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("others", [nullcontext, *_AUTOCAST.values()])
+@pytest.mark.parametrize("kind", ["greedy", "beams"])
+def test_a_call_keeps_the_autocast_that_it_began_under(kind: str, others: State) -> None:
+    ours = _one_by_one(kind, lambda number: _AUTOCAST["autocast"]() if number == 0 else others())
+    assert_same(ours, _all_at_once(kind, _AUTOCAST["autocast"]))
+
+
+def test_an_error_in_a_step_gives_the_callers_autocast_back() -> None:
+    model = build("llama")
+    stream = made(model).stream(PROMPTS, _configs("greedy"))
+    next(stream)
+    hook = model.model.norm.register_forward_hook(lambda *_: 1 // 0)
+    try:
+        with _AUTOCAST["autocast"]():
+            before = _modes()
+            with pytest.raises(ZeroDivisionError):
+                next(stream)
+            assert _modes() == before
+    finally:
+        hook.remove()
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("state", ["inference mode", "bfloat16", "meta"])
+def test_calls_in_and_out_of_a_state(state: str, keep: int) -> None:
+    """One generator, which keeps prefixes or does not."""
+    model = build("gemma3")
+    given: dict[str, Any] = {"max_new_tokens": 3, "logprobs": 1, "progress": False}
+    known = [facts(row) for row in made(model).generate(PROMPTS, **given)]
+    with made(model, keep_prefixes=keep) as generator:
+        for inside in (True, False, True, False):
+            with STATES[state]() if inside else nullcontext():
+                result = generator.generate(PROMPTS, **given)
+            assert_same([facts(row) for row in result], known)
+
+
+def test_results_hold_no_graph_and_the_callers_grad_mode_stays() -> None:
+    model = build("llama")
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.enable_grad():
+        out = made(model).generate(
+            ids, max_new_tokens=2, return_dict_in_generate=True, output_scores=True, output_logits=True
+        )
+        assert not any(each.requires_grad for each in (*out.scores, *out.logits))
+        stream = made(model).stream(PROMPTS, _configs("greedy"))
+        for mode in (True, False, True, False):
+            with torch.set_grad_enabled(mode):
+                next(stream)
+                assert torch.is_grad_enabled() is mode
+        assert model(ids).logits.requires_grad
 
 
 # -- every tensor that is made here ----------------------------------------------------------------------------
@@ -172,8 +298,7 @@ def test_every_tensor_names_its_device_and_type() -> None:
 
 
 class _Counts(LogitsProcessor):
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.calls += 1
