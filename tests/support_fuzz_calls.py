@@ -16,9 +16,9 @@ from support_fuzz_cases import Ask, Case
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
+from hf_batchllm.engine.cost import Times
 from hf_batchllm.engine.drafts import assisted
 from hf_batchllm.engine.drafts.assisted import Assisted
-from hf_batchllm.engine.drafts.drafts import Times
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.errors import CacheMemoryError
 from hf_batchllm.model.kv_storage import KVStorage

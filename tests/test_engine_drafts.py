@@ -17,7 +17,8 @@ from support_parity import each_config_with_some, pages_of_memory
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.engine.drafts.drafts import Drafts, Times
+from hf_batchllm.engine.cost import Times
+from hf_batchllm.engine.drafts.drafts import Drafts
 from hf_batchllm.engine.loop import AtOnce
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.model.runner import ModelRunner

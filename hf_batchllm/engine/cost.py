@@ -1,6 +1,7 @@
-"""What steps take: rates that the progress bar asks, and the seconds of each size that drafts ask.
+"""What steps take, from those that have run.
 
-Both are corrected by the steps that have run. Admission and the sizes of graphs ask neither: they must not depend on a
+The bar asks ``StepCosts``, for all steps to come. Drafts ask what a few rows more take: ``Times`` where the host picks
+each token, ``StepSeconds`` where a device does. Admission and the sizes of graphs ask none: they must not depend on a
 clock.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 from torch import nn
 
 # What a step costs by itself, and what an answer token costs, each in prompt tokens: a guess until steps have shown it.
@@ -16,6 +18,7 @@ STEP_ON_GPU, STEP_ON_CPU, _ANSWER_TOKEN = 300.0, 32.0, 1.5
 _MOST_FOR_HEAD = 4.0
 _MEMORY = 1 - 1 / 128  # what a step counts for after the next one: answers grow, and machines get busy
 
+_KEPT = 0.97  # what a measurement counts for after the next one, where a line goes through them
 _LATEST = 7  # measurements of as many rows of which the second fastest counts: often the host is late, and rarely early
 _FAR = 1.5  # times as many rows: two sizes that are nearer say little of others
 _ROWS_FOR_TWICE = 320  # a step of so many rows more takes twice as long, before that has been measured
@@ -86,8 +89,35 @@ def cost_of_head(model: nn.Module, vocabulary: int) -> float:
     return min(1 + head / max(every - tables, 1), _MOST_FOR_HEAD)
 
 
+class Times:
+    """Seconds of a step by its tokens: a line through what was measured, the latest of it above all."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens squared, tokens times seconds
+        self._slope: float | None = None
+
+    def note(self, tokens: int, seconds: float) -> None:
+        self._sums = _KEPT * self._sums + [1, tokens, seconds, tokens * tokens, tokens * seconds]
+        x, y, xx, xy = (self._sums[1:] / self._sums[0]).tolist()
+        if xx - x * x > 1e-3:  # steps of different sizes
+            self._slope = max((xy - x * y) / (xx - x * x), 0.0)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._sums[0] > 0)
+
+    def line(self) -> tuple[float, float] | None:
+        """Seconds of a step, and of each of its tokens beside; None before steps of two sizes have been seen."""
+        if self._slope is None:
+            return None
+        x, y = (self._sums[1:3] / self._sums[0]).tolist()
+        return max(y - self._slope * x, 0.0), self._slope
+
+
 class StepSeconds:
-    """share: what reading K and V of a token takes, as a part of what reading the model takes.
+    """Seconds of a step by its rows, of each size that was measured.
+
+    share: what reading K and V of a token takes, as a part of what reading the model takes.
 
     Steps of as many rows may read far more of the cache, or less: answers grow, and rows of one answer read the same.
     """

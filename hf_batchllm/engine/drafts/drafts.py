@@ -16,41 +16,16 @@ from ...planning.requests_and_prefixes import Request
 from ...planning.step import Chunk, Step
 from ...sampling.earlier_answers import EarlierAnswers
 from ...sampling.text_lookup import TextLookup
+from ..cost import Times
 
 _FIRST_RATE = 0.7  # of guesses that are right, before any has been seen
 _KEPT, _KEPT_OF_ALL = 0.9, 0.98  # how much drafts before the latest count: of one answer, and of all
 _OF_ALL = 4.0  # guesses: so much the rate of all answers counts in that of one
 _KEPT_WITHOUT = 0.98  # how much drafts count after a step without one: texts change
-_STEPS_IN_TIMES = 0.97  # how much what was measured of steps counts after another step
 _GAIN = 1.03  # so many times as many tokens a second must be expected
 _PROBED = 32  # steps of which no guess pays, after which a few tokens of one are run all the same
 _PROBE = 3  # tokens
 _UNSEEN = 0.0, 0.0
-
-
-class Times:
-    """Seconds of a step by its tokens: a line through what was measured, the latest of it above all."""
-
-    def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens squared, tokens times seconds
-        self._slope: float | None = None
-
-    def note(self, tokens: int, seconds: float) -> None:
-        self._sums = _STEPS_IN_TIMES * self._sums + [1, tokens, seconds, tokens * tokens, tokens * seconds]
-        x, y, xx, xy = (self._sums[1:] / self._sums[0]).tolist()
-        if xx - x * x > 1e-3:  # steps of different sizes
-            self._slope = max((xy - x * y) / (xx - x * x), 0.0)
-
-    @property
-    def any(self) -> bool:
-        return bool(self._sums[0] > 0)
-
-    def line(self) -> tuple[float, float] | None:
-        """Seconds of a step, and of each of its tokens beside; None before steps of two sizes have been seen."""
-        if self._slope is None:
-            return None
-        x, y = (self._sums[1:3] / self._sums[0]).tolist()
-        return max(y - self._slope * x, 0.0), self._slope
 
 
 class Drafts:
