@@ -59,16 +59,17 @@ def both_ends(start: str, end: str, most: tuple[int, int], is_whole: bool) -> st
         return block(start, len(start) + 1)
     half = _TOOLTIP_CHARACTERS // 2
     title = start if is_whole and len(start) <= _TOOLTIP_CHARACTERS else f"{start[:half]}\n…\n{end[-half:]}"
-    first, last = start[: most[0]], end[-most[1] :]
-    after = start[most[0] : most[0] + 1]
-    if after and (cut := re.search(r"\s\S*\Z", first[-(most[0] // 5) :] + after)):
-        first = first[: len(first) + 1 - len(cut[0])].rstrip() + " "
-    if len(end) > most[1] and not end[-most[1] - 1].isspace() and (space := re.search(r"\s", last[: most[1] // 5])):
-        last = last[space.end() :]
+    first, last = _between_words(start, most[0]), _between_words(end[::-1], most[1])[::-1]
     return (
         f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{marked(f"{first}…")}</div>'
         f'<div class="hfb-text hfb-clamp" dir="auto">… {marked(last.lstrip())}</div></div>'
     )
+
+
+def _between_words(value: str, most: int) -> str:
+    """The beginning of a text, up to the end of a word if there is one near."""
+    cut = re.search(rf"\s\S{{0,{most // 5}}}\Z", value[: most + 1]) if len(value) > most else None
+    return value[:most] if cut is None else value[: cut.start()].rstrip() + " "
 
 
 def id_list(ids: Sequence[int], most: int = 24) -> str:
