@@ -120,7 +120,7 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
         ("run in - --model m --shard 1/2", "`shard` needs an output that can be continued"),
         (f"{RUN} --shard 0/8", "is '0/8': parts are counted from 1, so the first is 1/8"),
         (f"{RUN} --image-folder none", "is 'none', and there is no such folder"),
-        (f"{RUN} --image-folder . --gpus 2", "images are not supported with --gpus"),
+        (f"{RUN} --image-folder . --gpus 2", "images are not supported on several GPUs"),
         ("merge out", "pass the format (`--output-format jsonl`)"),
         ("merge out.jsonl", "out.jsonl has no parts: there is no out.jsonl.shard-1-of-N.jsonl"),
         ("plan in --max-new-tokens 5", "there is no option --max-new-tokens"),

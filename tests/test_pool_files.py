@@ -121,7 +121,7 @@ def test_parts_of_a_file(pool: GeneratorPool, one: BatchGenerator, tmp_path: Pat
 def test_chats_are_text_alone(pool: GeneratorPool, tmp_path: Path) -> None:
     part = {"type": "image", "image": "a.png"}
     source = written(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": [part]}]}, {"prompt": "ab"}])
-    with pytest.raises(FilesError, match="images are not supported with a GeneratorPool"):
+    with pytest.raises(FilesError, match="images are not supported on several GPUs"):
         run_file(pool, source, tmp_path / "out.jsonl", image_folder=tmp_path)
     assert run_file(pool, source, tmp_path / "out.jsonl", max_new_tokens=2, progress=False).errors == 1
     assert "only text is supported" in (tmp_path / "out.jsonl").read_text().splitlines()[0]

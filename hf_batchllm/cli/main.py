@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import os
 import sys
@@ -12,19 +13,19 @@ from .._version import __version__
 from ..installed_versions import in_words
 from .console import EXIT_CODES_HELP, INTERRUPTED, PROGRAM, STOPPED, USAGE, Console, UsageError
 
-_COMMANDS = {
-    "run": ("IN OUT --model M", "answer every prompt of a file, into another file"),
-    "merge": ("OUT", "join the results of jobs that ran with --shard"),
-    "plan": ("IN", "what the prompts of a file share, without a model"),
-    "check": ("", "whether the kernels are right on this GPU, as a table"),
-    "bench": ("", "how fast a model is here, compared to model.generate"),
-    "lm-eval": ("", "the lm-evaluation-harness, run by this library"),
+_COMMANDS = {  # where each one's ``main`` is, its files, and what it does
+    "run": (".run", "IN OUT --model M", "answer every prompt of a file, into another file"),
+    "merge": (".merge", "OUT", "join the results of jobs that ran with --shard"),
+    "plan": (".plan", "IN", "what the prompts of a file share, without a model"),
+    "check": (".check", "", "whether the kernels are right on this GPU, as a table"),
+    "bench": ("..bench.__main__", "", "how fast a model is here, compared to model.generate"),
+    "lm-eval": ("..lm_eval", "", "the lm-evaluation-harness, run by this library"),
 }
 _ENVIRONMENT = {  # which whoever starts the command may set otherwise
     "TRANSFORMERS_VERBOSITY": "error",  # it prints much; what matters comes as an error
     "DISABLE_SAFETENSORS_CONVERSION": "1",  # else it would ask the hub to convert somebody else's model
 }
-_LISTED = "\n".join(f"  {f'{name} {files}':22}  {about}" for name, (files, about) in _COMMANDS.items())
+_LISTED = "\n".join(f"  {f'{name} {files}':22}  {about}" for name, (_, files, about) in _COMMANDS.items())
 _HELP = f"""\
 usage: {PROGRAM} COMMAND ...
 
@@ -82,32 +83,11 @@ def _dispatch(arguments: list[str]) -> int:
         print(_HELP, end="")
     elif command == "--version":
         print(f"{PROGRAM} {__version__}")
-    elif command == "run":
-        from .run import main as run
-
-        return run(rest)
-    elif command == "merge":
-        from .merge import main as merge
-
-        return merge(rest)
-    elif command == "plan":
-        from .plan import main as plan
-
-        return plan(rest)
-    elif command == "check":
-        from .check import main as check
-
-        return check(rest)
-    elif command == "bench":
-        from ..bench.__main__ import main as bench
-
-        return bench(rest, f"{PROGRAM} bench")
-    elif command == "lm-eval":
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError("lm-eval needs the lm-evaluation-harness: pip install 'hf-batchllm[lm-eval]'")
-        from ..lm_eval import main as lm_eval
-
-        return lm_eval(rest) or 0
+    elif command == "lm-eval" and importlib.util.find_spec("lm_eval") is None:
+        raise UsageError("lm-eval needs the lm-evaluation-harness: pip install 'hf-batchllm[lm-eval]'")
+    elif command in _COMMANDS:
+        run = importlib.import_module(_COMMANDS[command][0], __package__).main
+        return int(run(rest, f"{PROGRAM} bench") if command == "bench" else run(rest) or 0)
     else:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         what = f"there is no command {command!r}" if command else "no command was given"

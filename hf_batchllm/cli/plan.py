@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..files.records import PromptRecord, RecordReader, check_first_records, make_reader
-from ..files.sources import Source, open_source
+from ..files.records import BadPromptRecord, PromptRecord, check_first_records, make_reader
+from ..files.sources import open_source
 from ..inputs.prompt_options import as_lists
 from ..inputs.prompts import Prompt, check_prompts
 from ..notices import Notices
@@ -21,7 +21,7 @@ from ..results.sharing_plan import SharingPlan
 from .arguments import config_from, plan_parser
 from .console import DONE, SOME_ERRORS, USAGE, Console, UsageError, interruptible, reason
 from .loading import bars_of_loading, check_folders, load_tokenizer
-from .values import first_records, layout_from, settings_from
+from .values import FirstRecords, first_records, layout_from, settings_from
 
 _MOST_ERRORS_SHOWN = 8
 _PAGE = """\
@@ -74,27 +74,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
-    layout, min_shared = layout_from(asked), config_from(asked).min_shared_tokens
+    min_shared = config_from(asked).min_shared_tokens
     if asked.html is not None:
         with open(asked.html, "a", encoding="utf-8"):
             pass  # a wrong place is an error now, and not when all is planned
     with open_source(asked.source, asked.format, note=console.note) as source:
-        reader = make_reader(source, layout, settings_from(asked), asked.dialect)
+        reader = make_reader(source, layout_from(asked), settings_from(asked), asked.dialect)
         first = first_records(asked, reader, check_first_records(reader, source, asked.limit))
-
-        @cache
-        def tokenizer() -> Any:
-            if asked.tokenizer is None:
-                raise UsageError("prompts that are text need a tokenizer: pass --tokenizer with a folder or a name")
-            check_folders(asked)
-            with bars_of_loading(asked.quiet):
-                return load_tokenizer(asked, first)
-
+        tokenizer = cache(lambda: _tokenizer(asked, first))
         if first.have_texts:
             tokenizer()
+        notices, file_plan = Notices(), FilePlan()  # each warning once, for all windows
         numbers = np.arange(min(source.count, asked.limit or source.count))
-        file_plan = FilePlan()
-        for prompts in _windows(source, reader, numbers, asked.window, tokenizer, file_plan):
+        for window in source.windows(numbers, asked.window, reader.prompt_text):
+            prompts = _prompts([reader.read(*each) for each in source.read(window)], tokenizer, notices, file_plan)
             plan = plan_sharing(prompts, min_shared_tokens=min_shared)
             if first.have_texts:
                 plan.add_labels(prompts, lambda ids: tokenizer().decode(ids, skip_special_tokens=True))
@@ -102,28 +95,29 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
         return file_plan
 
 
-def _windows(
-    source: Source, reader: RecordReader, numbers: np.ndarray, window: int, tokenizer: Any, file_plan: FilePlan
-) -> Iterator[list[Prompt]]:
-    notices = Notices()  # each of them once, for all windows
-    for stretch in source.windows(numbers, window, reader.prompt_text):
-        records: list[PromptRecord] = []
-        for number, raw in zip(stretch.tolist(), source.records(stretch), strict=True):
-            read = reader.read(number, raw)
-            if isinstance(read, PromptRecord):
-                records.append(read)
-            else:
-                file_plan.errors.append(str(read))
-        places = [record.where for record in records]
-        with notices.naming(places.__getitem__):
-            checked, problems = check_prompts(
-                [record.prompt for record in records],
-                tokenizer=tokenizer,
-                notices=notices,
-                options=as_lists([record.settings.prompt_options for record in records]),
-            )
-        file_plan.errors += [f"{places[place]}: the prompt {why}" for place, why in problems.items()]
-        yield [prompt for prompt in checked if prompt is not None]
+def _tokenizer(asked: argparse.Namespace, first: FirstRecords) -> Any:
+    if asked.tokenizer is None:
+        raise UsageError("prompts that are text need a tokenizer: pass --tokenizer with a folder or a name")
+    check_folders(asked)
+    with bars_of_loading(asked.quiet):
+        return load_tokenizer(asked, first)
+
+
+def _prompts(
+    window: Sequence[PromptRecord | BadPromptRecord], tokenizer: Any, notices: Notices, file_plan: FilePlan
+) -> list[Prompt]:
+    """The prompts of a window, as tokens. The errors of its records go into ``file_plan``."""
+    records = [record for record in window if isinstance(record, PromptRecord)]
+    with notices.naming(lambda place: records[place].where):
+        checked, problems = check_prompts(
+            [record.prompt for record in records],
+            tokenizer=tokenizer,
+            notices=notices,
+            options=as_lists([record.settings.prompt_options for record in records]),
+        )
+    file_plan.errors += [str(record) for record in window if isinstance(record, BadPromptRecord)]
+    file_plan.errors += [f"{records[place].where}: the prompt {why}" for place, why in problems.items()]
+    return [prompt for prompt in checked if prompt is not None]
 
 
 def _show(asked: argparse.Namespace, file_plan: FilePlan, console: Console) -> None:

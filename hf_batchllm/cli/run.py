@@ -7,14 +7,14 @@ import errno
 from collections.abc import Sequence
 
 from ..errors import BatchLLMError, OutputWriteError
-from ..files.run import run_records
+from ..files.run import images_of_lines, run_records
 from ..files.run_options import RunOptions
 from ..files.shards import read_shard
 from ..installed_versions import missing_package
 from .arguments import run_parser
 from .console import DONE, PROGRAM, SOME_ERRORS, STOPPED, USAGE, Console, UsageError, interruptible, reason
 from .loading import Loader
-from .values import images_from, layout_from, settings_from
+from .values import layout_from, settings_from
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
                     layout=layout_from(asked),
                     base=base,
                     options=options,
-                    images=images_from(asked),
+                    images=images_of_lines(asked.image_folder, asked.image_urls, not asked.gpus),
                     note=console.note,
                     format=asked.format,
                     dialect=asked.dialect,

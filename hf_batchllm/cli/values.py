@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..files.records import ALL_FIELDS, OPENAI, PromptRecord, RecordLayout, RecordReader
+from ..files.records import OPENAI, PromptRecord, RecordLayout, RecordReader
 from ..files.settings import NO_SETTINGS, GenerationSettings, read_assignments, read_settings
 from ..files.templates import Template
 from ..inputs.chats import is_chat
 from ..inputs.images.image_parts import has_images
-from ..inputs.images.image_sources import ImageSources
 from .arguments import option, settings_in
 from .console import UsageError
 
@@ -34,38 +33,26 @@ def first_records(asked: argparse.Namespace, reader: RecordReader, records: Sequ
     given = [option(name) for name in _NOT_WITH_BATCHES if getattr(asked, name, None)]
     if reader.dialect == OPENAI and given:
         raise UsageError(f"{given[0]} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
-    chats = [is_chat(each.prompt) for each in records]
+    chats = [record for record in records if is_chat(record.prompt)]
+    only_chats = bool(records) and len(chats) == len(records)
     return FirstRecords(
-        have_texts=any(chats) or any(isinstance(each.prompt, str) for each in records),
-        only_chats=bool(records) and all(chats) and not any(each.settings.brings_template for each in records),
-        only_images=bool(records) and all(chats) and all(has_images(each.prompt) for each in records),
-        name_adapters=any(each.settings.adapter is not None for each in records),
+        have_texts=bool(chats) or any(isinstance(record.prompt, str) for record in records),
+        only_chats=only_chats and not any(record.settings.brings_template for record in records),
+        only_images=only_chats and all(has_images(chat.prompt) for chat in chats),
+        name_adapters=any(record.settings.adapter is not None for record in records),
         place=records[0].where if records else "",
     )
 
 
 def layout_from(asked: argparse.Namespace) -> RecordLayout:
-    keep = tuple(getattr(asked, "keep", ()))
     return RecordLayout(
         prompt_field=asked.prompt_field,
         template=None if asked.template is None else Template(asked.template),
         chat=asked.chat,
         system=asked.system,
         line_settings=not asked.no_line_settings,
-        keep=ALL_FIELDS if keep == ("all",) else keep,
+        keep=tuple(getattr(asked, "keep", ())),
     )
-
-
-def images_from(asked: argparse.Namespace) -> ImageSources | None:
-    """Which images lines may show; None where chats are text alone."""
-    if not asked.gpus:
-        return ImageSources(asked.image_folder, asked.image_urls)
-    if asked.image_folder or asked.image_urls:
-        raise UsageError(
-            "images are not supported with --gpus so far: leave out --image-folder and --image-urls, or run a part of "
-            "the file on each GPU, with --shard"
-        )
-    return None
 
 
 def settings_from(asked: argparse.Namespace) -> GenerationSettings:

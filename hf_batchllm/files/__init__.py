@@ -1,5 +1,5 @@
 """From a file of prompts to a file of results. A run that was stopped in any way can continue.
 
-``run_file`` is the door for a model object, the command ``hf-batchllm run`` the door for a file's name; ``record_loop``
-runs both. ``docs/rooms/files.md`` says what each module does.
+``run_file`` is the door for a model object, the command ``hf-batchllm run`` the door for a model's name, and
+``run_records`` runs both. ``docs/rooms/files.md`` says what each module does.
 """

@@ -152,8 +152,9 @@ def _why_unknown(name: str, endpoint: str) -> str:
         return f"is not supported: {_HINTS[name]}"
     if why := FROM_ELSEWHERE.get(name):
         ours = re.match(r"is called `(\w+)`", why)
-        needs_set = ours is not None and ours[1] in NAMES and ours[1] not in _KNOWN
-        return f"{why}; a request cannot have it: pass --set {ours[1]}=... for the whole file" if needs_set else why
+        if ours is None or ours[1] not in NAMES or ours[1] in _KNOWN:
+            return why
+        return f"{why}; a request cannot have it: pass --set {ours[1]}=... for the whole file"
     near = nearest(name)
     if near == name:
         return f"is not supported in a request: pass --set {name}=... for the whole file"

@@ -5,6 +5,7 @@ What has to look at the model is a function of a generator. A pool has one of it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -91,26 +92,10 @@ class RecordEngine:
     # Asked of the model
 
     @cached_property
-    def fingerprint(self) -> dict[str, str]:
-        """Digests of the model and its tokenizer."""
-        found: dict[str, str] = self.ask(_fingerprint)
-        return found
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """For the texts of tokens; None if there is none on this machine."""
-        return self.ask(_tokenizer)
-
-    @cached_property
     def most_of_an_image(self) -> int:
         """Bytes of memory that the processor makes of a picture, however large it is; 0 if it makes none."""
         most: int = self.ask(_most_of_an_image)
         return most
-
-    def known_config(self, config: GenerationConfig) -> GenerationConfig:
-        """``config`` with names from elsewhere in the words of transformers."""
-        known: GenerationConfig = self.ask(_known_config, config)
-        return known
 
     def resolved(self, settings: GenerationSettings) -> LineConfig | str:
         """What comes of the settings of a line; or why the model cannot use them. Equal settings share one config."""
@@ -164,12 +149,14 @@ def _facts(generator: BatchGenerator) -> ModelFacts:
     )
 
 
-def _fingerprint(generator: BatchGenerator) -> dict[str, str]:
+def fingerprint_of(generator: BatchGenerator) -> dict[str, str]:
+    """Digests of the model and its tokenizer."""
     loaded: dict[str, str] | None = getattr(generator, "loaded", None)  # of a pool's worker
     return loaded or fingerprint(generator.model, generator._tokenizer.found())
 
 
-def _tokenizer(generator: BatchGenerator) -> Any:
+def tokenizer_of(generator: BatchGenerator) -> Any:
+    """For the texts of tokens; None if there is none on this machine."""
     return generator._tokenizer.found()
 
 
@@ -182,7 +169,8 @@ def _most_of_an_image(generator: BatchGenerator) -> int:
     return sum(tensor.nbytes for image in images for tensor in image.inputs.values())
 
 
-def _known_config(generator: BatchGenerator, config: GenerationConfig) -> GenerationConfig:
+def known_config(generator: BatchGenerator, config: GenerationConfig) -> GenerationConfig:
+    """``config`` with names from elsewhere in the words of transformers."""
     return with_known_names(config, base_model(generator.model).generation_config, generator._notices) or config
 
 
@@ -239,15 +227,11 @@ def _listed(value: Any) -> list[int]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-class _Silence(Notices):
-    def __call__(self, kind: str, message: str) -> None:
-        pass
-
-
 def problem_in_silence(generator: BatchGenerator, settings: GenerationSettings) -> str | None:
     """Why the model cannot use these settings. Without warnings: lines may bring settings that these lack."""
-    with bars_wanted(False):
-        found = line_config(generator, settings, _Silence())
+    with bars_wanted(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = line_config(generator, settings, Notices())
     return found if isinstance(found, str) else None
 
 

@@ -25,10 +25,9 @@ from ..results.generations import Generation
 from ..sampling.nothing_to_draw import NothingToDrawError
 from .output import FileOutput
 from .record_engine import LineConfig, RecordEngine
-from .records import BadPromptRecord, PromptRecord, RecordReader
+from .records import BadPromptRecord, PromptRecord, RecordReader, refusal
 from .report import FileReport
 from .results import ResultWriter
-from .run import refusal
 from .run_options import RunOptions
 from .settings import GenerationSettings
 from .sources import Source, record_key

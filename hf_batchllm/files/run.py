@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import FilesError, InputFileError, OutputFileError
+from ..errors import FilesError, OutputFileError
 from ..inputs.images.image_sources import ImageSources
 from .output import FileOutput
-from .records import OPENAI, BadPromptRecord, PromptRecord, RecordLayout, RecordReader, check_first_records, make_reader
+from .records import (
+    OPENAI,
+    BadPromptRecord,
+    PromptRecord,
+    RecordLayout,
+    RecordReader,
+    check_first_records,
+    make_reader,
+    refusal,
+)
 from .report import FileReport
 from .results import ResultWriter, TokenTexts
 from .run_options import RunOptions
@@ -27,8 +36,6 @@ from .tables import format_of
 
 if TYPE_CHECKING:
     from .record_engine import RecordEngine
-
-_MOST_PROBLEMS_SHOWN = 8  # bad records spelled out in an error
 
 
 class Model(Protocol):
@@ -92,6 +99,18 @@ def _kept(output: FileOutput | StreamOutput, report: FileReport) -> list[str]:
     return [f"{there}: run the same again, and it goes on from them"]
 
 
+def images_of_lines(folder: str | os.PathLike[str] | None, urls: bool, in_one_process: bool) -> ImageSources | None:
+    """Which images lines may show; None where chats are text alone."""
+    if in_one_process:
+        return ImageSources(folder, urls)
+    if folder is not None or urls:
+        raise FilesError(
+            "images are not supported on several GPUs at once so far: leave out `image_folder` and `image_urls`, or "
+            "run a part of the file (`shard`) on each"
+        )
+    return None
+
+
 def _check_target(target: str, options: RunOptions) -> None:
     """A name that cannot be an output is refused before the input is read."""
     if not is_stream(target):
@@ -127,12 +146,13 @@ def _run(
     with ExitStack() as opened:
         if len(todo):
             engine = opened.enter_context(model.ready(report))
+            from .record_engine import fingerprint_of, tokenizer_of
             from .record_loop import RecordLoop
 
-            output.start(engine.fingerprint)
+            output.start(engine.ask(fingerprint_of))
             writer = ResultWriter(
                 reader.dialect,
-                tokens=TokenTexts(engine.tokenizer),
+                tokens=TokenTexts(engine.ask(tokenizer_of)),
                 token_ids=options.token_ids,
                 model=model.name,
                 created=int(datetime.fromisoformat(record.created).timestamp()),
@@ -150,9 +170,3 @@ def _refuse_bad_records(reader: RecordReader, source: Source, todo: np.ndarray) 
     problems = [str(record) for record in found if isinstance(record, BadPromptRecord)]
     if problems:
         raise refusal(f"{source.name} has records that cannot be run:", problems)
-
-
-def refusal(headline: str, problems: Sequence[str]) -> InputFileError:
-    hidden = len(problems) - _MOST_PROBLEMS_SHOWN
-    more = [f"... and {hidden:,} more"] if hidden > 0 else []
-    return InputFileError("\n  ".join([headline, *problems[:_MOST_PROBLEMS_SHOWN], *more]))

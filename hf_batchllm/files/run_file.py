@@ -12,7 +12,6 @@ from transformers import GenerationConfig
 
 from ..errors import FilesError
 from ..generator import BatchGenerator
-from ..inputs.images.image_sources import ImageSources
 from ..inputs.named_options import shows_options
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
@@ -21,10 +20,10 @@ from ..pool.rank_generator import RankGenerator
 from ..wording import a_kind
 from .merge_shards import merge_shards
 from .paths import real_path
-from .record_engine import RecordEngine, settings_in_config
-from .records import ALL_FIELDS, RecordLayout
+from .record_engine import RecordEngine, known_config, settings_in_config
+from .records import RecordLayout
 from .report import FileReport
-from .run import run_records
+from .run import images_of_lines, run_records
 from .run_options import RunOptions
 from .run_record import record_path
 from .settings import read_settings
@@ -115,7 +114,7 @@ def run_file(
     base = read_settings({**settings, "seed": seed})
     if generation_config is not None:
         first = gen._generator if isinstance(gen, RankGenerator) else gen
-        base = base.over(settings_in_config(RecordEngine(first).known_config(generation_config)))
+        base = base.over(settings_in_config(RecordEngine(first).ask(known_config, generation_config)))
     options = RunOptions(
         output_format=output_format,
         token_ids=token_ids,
@@ -136,9 +135,9 @@ def run_file(
         chat=chat,
         system=system,
         line_settings=line_settings,
-        keep=ALL_FIELDS if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
+        keep=(keep,) if isinstance(keep, str) else tuple(keep),
     )
-    images = _images(gen, image_folder, image_urls)
+    images = images_of_lines(image_folder, image_urls, isinstance(gen, BatchGenerator))
 
     def run(own: BatchGenerator | GeneratorPool, options: RunOptions) -> FileReport:
         engine = RecordEngine(own)
@@ -164,20 +163,6 @@ def run_file(
 
         return _run_on_ranks(gen, run_part, os.fspath(target), output_format, restart)
     return run(gen, options)
-
-
-def _images(
-    gen: BatchGenerator | GeneratorPool | RankGenerator, folder: str | os.PathLike[str] | None, urls: bool
-) -> ImageSources | None:
-    """Which images lines may show; None where chats are text alone."""
-    if isinstance(gen, BatchGenerator):
-        return ImageSources(folder, urls)
-    if folder is not None or urls:
-        raise FilesError(
-            f"images are not supported with a {type(gen).__name__} so far: leave out `image_folder` and `image_urls`, "
-            "or run a part of the file (`shard`) with a BatchGenerator in each process"
-        )
-    return None
 
 
 # -- the ranks of torchrun ---------------------------------------------------------------------------------------------
