@@ -268,10 +268,10 @@ def test_stdout(given: str, folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["restart", "retry_errors"])
-def test_a_stream_is_neither_begun_afresh_nor_gone_on_with(name: str, given: str) -> None:
+def test_a_stream_is_neither_begun_afresh_nor_gone_on_with(name: str) -> None:
     options = RunOptions(**{name: True})  # type: ignore[arg-type]
-    with open_source(given) as source, pytest.raises(OutputFileError, match=f"`{name}` needs an output that can be"):
-        options.open_output("-", source, note=print)
+    with pytest.raises(OutputFileError, match=f"`{name}` needs an output that can be"):
+        options.check_target("-")
 
 
 def test_what_is_read_is_not_written_to_through_a_descriptor_either(given: str) -> None:

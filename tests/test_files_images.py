@@ -367,7 +367,10 @@ def test_pixels_do_not_pile_up(
 
 
 def records(*shown: list[str]) -> list[PromptRecord]:
-    return [PromptRecord(n, user(*map(shows, each)) if each else "text", NO_SETTINGS) for n, each in enumerate(shown)]
+    return [
+        PromptRecord(number=n, where="", prompt=user(*map(shows, each)) if each else "text", settings=NO_SETTINGS)
+        for n, each in enumerate(shown)
+    ]
 
 
 class Sized(ImageSources):

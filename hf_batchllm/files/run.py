@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import FilesError, OutputFileError
+from ..errors import FilesError
 from ..inputs.images.image_sources import ImageSources
 from .output import FileOutput
 from .records import (
@@ -31,8 +31,7 @@ from .run_record import RunRecord, run_identity
 from .settings import GenerationSettings
 from .shards import Part
 from .sources import Source, open_source
-from .streams import StreamOutput, is_stream
-from .tables import format_of
+from .streams import StreamOutput
 
 if TYPE_CHECKING:
     from .record_engine import RecordEngine
@@ -69,7 +68,7 @@ def run_records(
     dialect: str = "auto",
 ) -> FileReport:
     target = os.fspath(target)
-    _check_target(target, options)
+    options.check_target(target)
     with open_source(source, format, note=note) as opened:
         reader = make_reader(opened, layout, base, dialect, images)
         model.expect(reader, check_first_records(reader, opened, options.limit))
@@ -109,16 +108,6 @@ def images_of_lines(folder: str | os.PathLike[str] | None, urls: bool, in_one_pr
             "run a part of the file (`shard`) on each"
         )
     return None
-
-
-def _check_target(target: str, options: RunOptions) -> None:
-    """A name that cannot be an output is refused before the input is read."""
-    if not is_stream(target):
-        format_of(target, options.output_format, OutputFileError)
-        return
-    for name in ("restart", "retry_errors", "shard"):
-        if getattr(options, name):
-            raise OutputFileError(f"`{name}` needs an output that can be continued, and {target} is a stream")
 
 
 def _run(

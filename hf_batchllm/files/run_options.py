@@ -49,14 +49,19 @@ class RunOptions:
         """Of the file that the run writes; None where its name says it."""
         return self.output_format if self.shard is None else "jsonl"
 
+    def check_target(self, target: str) -> None:
+        """A name that cannot be an output is refused before the input is read."""
+        if not is_stream(target):
+            format_of(target, self.output_format, OutputFileError)
+            return
+        for name in ("restart", "retry_errors", "shard"):
+            if getattr(self, name):
+                raise OutputFileError(f"`{name}` needs an output that can be continued, and {target} is a stream")
+
     def place(self, target: str, source: Source) -> str:
         """The file that the run writes: ``target``, or that of a part beside it."""
         if self.shard is None:
             return target
-        if is_stream(target):
-            name = "stdout" if target == "-" else target
-            raise OutputFileError(f"a part is written beside the output, and {name} is no file: name one")
-        format_of(target, self.output_format, OutputFileError)  # refused now, and not when the parts are merged
         if source.is_file(real_path(target)):
             raise OutputFileError(f"{source.name} is the input, and would be merged into: give another output")
         other = next((shard for shard in shards_beside(target) if shard.of != self.shard.of), None)
@@ -76,7 +81,4 @@ class RunOptions:
 
     def open_output(self, place: str, source: Source, note: Callable[[str], None]) -> FileOutput | StreamOutput:
         """Locks the output, and changes nothing in it: a refusal of its place, or of a second run, comes here."""
-        for name in ("restart", "retry_errors"):
-            if getattr(self, name) and is_stream(place):
-                raise OutputFileError(f"`{name}` needs an output that can be continued, and {place} is a stream")
         return open_output(place, self.format, source=source, fsync=self.fsync, restart=self.restart, note=note)

@@ -104,7 +104,6 @@ def run_identity(
     base: GenerationSettings,
     dialect: str,
     token_ids: bool,
-    **more: Any,
 ) -> dict[str, Any]:
     """What results depend on, by the names of the options, so that an error can name the one that differs."""
     found: dict[str, Any] = {
@@ -122,7 +121,6 @@ def run_identity(
         **base.options,
         **base.prompt_options,
         **({} if base.grammar is None else {base.grammar.option: base.grammar.text}),
-        **more,
     }
     return {name: value for name, value in found.items() if value is not None}
 
