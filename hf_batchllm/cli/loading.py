@@ -48,6 +48,7 @@ class Loader:
     def __init__(self, asked: argparse.Namespace, base: GenerationSettings, console: Console) -> None:
         self.asked, self.base, self.console = asked, base, console
         self.config, self.adapters = config_from(asked), adapters_from(asked)
+        self._chosen = {name: path for name, path in self.adapters.items() if path != asked.model}  # by lines
         if asked.tp and not asked.gpus:
             raise UsageError("--tp says how many of the GPUs of --gpus have a model together: pass --gpus, too")
         self.loaded = False
@@ -59,19 +60,20 @@ class Loader:
     @property
     def identity(self) -> dict[str, Any]:
         base, tokenizer = base_of(self.name), self.asked.tokenizer
+        adapters = {name: _full_name(path) for name, path in sorted(self._chosen.items())}
         return {
             "model": _full_name(self.name),
             "revision": self.asked.revision,
             "tokenizer": None if tokenizer is None else _full_name(tokenizer),
             "dtype": self.asked.dtype,
             "base": None if base is None else _full_name(base),
-            "adapters": {name: _full_name(path) for name, path in sorted(self.adapters.items())} or None,
+            "adapters": adapters or None,
         }
 
     def expect(self, reader: RecordReader, first: Sequence[PromptRecord]) -> None:
         self.first = first_records(self.asked, reader, first)
-        if self.adapters and self.base.adapter is None and not self.first.name_adapters:
-            self.console.warning(_WITHOUT_ADAPTER.format(first=next(iter(self.adapters))))
+        if self._chosen and self.base.adapter is None and not self.first.name_adapters:
+            self.console.warning(_WITHOUT_ADAPTER.format(first=next(iter(self._chosen))))
 
     @contextmanager
     def ready(self, report: FileReport) -> Iterator[RecordEngine]:
@@ -222,19 +224,19 @@ def base_of(name: str) -> str | None:
 
 
 def adapters_from(asked: argparse.Namespace) -> dict[str, str]:
-    """The adapters of ``--adapter``, by their names: folders, or names on the hub."""
-    found: dict[str, str] = {}
-    own = {} if base_of(asked.model) is None else {_FIRST: asked.model}
-    for path in own.values():
-        _check_adapter(f"--model {path}", path)
+    """The adapters by their names: that of a PEFT folder as ``--model``, then those of ``--adapter``."""
+    given = [] if base_of(asked.model) is None else [(f"--model {asked.model}", _FIRST, asked.model)]
     for text in asked.adapters:
         name, _, path = text.partition("=")
         if not (name and path):
             raise UsageError(f"--adapter takes NAME=PATH, as in --adapter poems=./poems, not {text!r}")
-        if name in found or name in own:
-            raise UsageError(f"--adapter {text}: there are two adapters of the name {name}")
-        found[name] = os.path.expanduser(path)
-        _check_adapter(f"--adapter {text}", found[name])
+        given.append((f"--adapter {text}", name, os.path.expanduser(path)))
+    found: dict[str, str] = {}
+    for option, name, path in given:
+        if name in found:
+            raise UsageError(f"{option}: there are two adapters of the name {name}")
+        _check_adapter(option, path)
+        found[name] = path
     return found
 
 
@@ -253,20 +255,21 @@ def _check_adapter(option: str, path: str) -> None:
 
 def _with_adapters(model: Any, asked: argparse.Namespace, adapters: Mapping[str, str]) -> Any:
     """A line without ``adapter`` runs with that of a PEFT folder as ``--model``, or else with none."""
-    first = {} if base_of(asked.model) is None else {_FIRST: asked.model}
-    if not (every := {**first, **adapters}):
+    if not adapters:
         return model
     from peft import PeftModel
 
-    (name, path), *others = every.items()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's own code
-        with _in_a_line(f"--model {path}" if first else f"--adapter {name}={path}"):
-            wrapped: Any = PeftModel.from_pretrained(model, path, adapter_name=name, torch_device=str(model.device))
-        for name, path in others:
-            with _in_a_line(f"--adapter {name}={path}"):
-                wrapped.load_adapter(path, adapter_name=name, torch_device=str(model.device))
-    if not first:
+    wrapped: Any = None
+    for name, path in adapters.items():
+        given = {"adapter_name": name, "torch_device": str(model.device)}
+        option = f"--model {path}" if path == asked.model else f"--adapter {name}={path}"
+        with _in_a_line(option), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of PEFT's own code
+            if wrapped is None:
+                wrapped = PeftModel.from_pretrained(model, path, **given)
+            else:
+                wrapped.load_adapter(path, **given)
+    if asked.model not in adapters.values():
         wrapped.base_model.disable_adapter_layers()
     return wrapped
 
