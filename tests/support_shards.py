@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from support_families import build
+from support_file_lines import records, write_lines
 from support_word_tokenizer import word_tokenizer
-from test_files_run_file import records, written
 
 from hf_batchllm import BatchGenerator, run_file
 
@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
 def parts(tmp_path_factory: pytest.TempPathFactory, generator: BatchGenerator) -> Path:
     """A folder in which the four parts of a sampled run are complete, and ``whole.jsonl``, by one run."""
     folder = tmp_path_factory.mktemp("parts")
-    source = written(folder / "in.jsonl", records(COUNT), broken=(31,))
+    source = write_lines(folder / "in.jsonl", records(COUNT), broken=(31,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for part in range(1, 5):

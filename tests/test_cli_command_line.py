@@ -194,3 +194,19 @@ def test_the_package_is_the_command_too() -> None:
     command = [sys.executable, "-m", "hf_batchllm", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout == f"hf-batchllm {hf_batchllm.__version__}\n", done.stderr
+
+
+def test_a_command_without_stdout() -> None:
+    """No file that is opened later is to have its number."""
+    code = "import os, sys; from hf_batchllm.cli import main; main(['--version']); sys.exit(os.dup(0))"
+    done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" <&- >&-'], capture_output=True, timeout=60)
+    assert done.returncode > 2 and not done.stderr
+
+
+def test_an_interrupt_before_a_command_begins(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_batchllm.cli.run.run_parser", interrupted)
+    assert main(["run", "in.jsonl", "out.jsonl", "--model", "m"]) == 130
+    assert capsys.readouterr().err == "hf-batchllm: error: interrupted.\n"

@@ -16,13 +16,13 @@ import pandas
 import pytest
 import torch
 from support_families import build
+from support_file_lines import in_a_child, records, results, write_lines
 from support_shards import COUNT, SETTINGS, again, change_record, dying, part_file, record_of, shortened
 from support_shards import folder as folder  # a fixture
 from support_shards import generator as generator  # a fixture
 from support_shards import parts as parts  # a fixture
 from support_shards import quiet as quiet  # a fixture
 from support_word_tokenizer import word_tokenizer
-from test_files_run_file import in_a_child, records, results, written
 
 from hf_batchllm import BatchGenerator, FilesError, merge_shards, run_file
 from hf_batchllm.errors import OutputFileError, OutputWriteError, RunChangedError
@@ -47,7 +47,7 @@ def test_merged_results_are_those_of_one_run(generator: BatchGenerator, folder: 
 
 def test_greedy_parts_with_a_limit(generator: BatchGenerator, tmp_path: Path) -> None:
     lines = [{name: value for name, value in line.items() if name in ("prompt", "id")} for line in records(50)]
-    source = written(tmp_path / "in.jsonl", lines)
+    source = write_lines(tmp_path / "in.jsonl", lines)
     for part in (3, 1, 2):
         run_file(generator, source, tmp_path / "out.jsonl", shard=f"{part}/3", limit=40, **SETTINGS)
     assert merge_shards(tmp_path / "out.jsonl").written == 40
@@ -60,7 +60,7 @@ def test_greedy_parts_with_a_limit(generator: BatchGenerator, tmp_path: Path) ->
 
 
 def test_a_seed_of_ones_own(generator: BatchGenerator, tmp_path: Path) -> None:
-    source = written(tmp_path / "in.jsonl", records(12, bad=False))
+    source = write_lines(tmp_path / "in.jsonl", records(12, bad=False))
     for part in (1, 2):
         run_file(generator, source, tmp_path / "out.jsonl", shard=f"{part}/2", temperature=2.0, seed=3, **SETTINGS)
     merge_shards(tmp_path / "out.jsonl")
@@ -77,7 +77,7 @@ def test_requests_of_openai(generator: BatchGenerator, tmp_path: Path) -> None:
         {"custom_id": f"a{number}", "method": "POST", "url": "/v1/chat/completions", "body": each}
         for number, each in enumerate(bodies)
     ]
-    source = written(tmp_path / "in.jsonl", lines)
+    source = write_lines(tmp_path / "in.jsonl", lines)
     for part in (1, 2, 3):
         run_file(generator, source, tmp_path / "out.jsonl", shard=f"{part}/3", **SETTINGS)
     report = merge_shards(tmp_path / "out.jsonl")

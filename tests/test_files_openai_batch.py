@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from support_accelerated import word_tokenizer
 from support_families import build
-from support_file_stand_ins import KEY, run_lines
+from support_file_lines import KEY, answered
 from support_letter_tokenizers import EOS, letter_tokenizer
 
 from hf_batchllm import BatchGenerator, Generation
@@ -23,9 +24,8 @@ from hf_batchllm.files.records import (
     repeated_ids,
 )
 from hf_batchllm.files.results import ResultWriter, TokenTexts
-from hf_batchllm.files.run_options import RunOptions
 from hf_batchllm.files.settings import GenerationSettings
-from hf_batchllm.files.sources import open_source
+from hf_batchllm.files.sources import record_key
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -211,29 +211,24 @@ def test_requests_are_answered_as_openai_answers(tmp_path: Any) -> None:
         request(messages=chat, custom_id="told", max_tokens=2, logprobs=True, top_logprobs=1),
         request(messages=chat, custom_id="bias", max_tokens=2, logit_bias={"200": 1}),
     ]
-    path = tmp_path / "in.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
-    notes: list[str] = []
+    said = "requests name the model 'm'; all of them are answered by 'LlamaForCausalLM'"
     with BatchGenerator(build("llama"), tokenizer) as generator:
-        source = open_source(path)
-        reader = RecordReader(dialect=OPENAI, where=source.where)
-        written, errors = run_lines(
-            generator, source, reader, options=RunOptions(), model_name="mine", note=notes.append
-        )
+        with pytest.warns(UserWarning, match=said):
+            lines = answered(generator, tmp_path, records)
         expected = generator.generate([chat], max_new_tokens=3)[0]
-    lines = [json.loads(line) for line in written]
+    key, created = record_key(json.dumps(records[0]).encode()), lines[0]["response"]["body"].pop("created")
+    assert abs(time.time() - created) < 1000
     assert [line["custom_id"] for line in lines] == ["chat", "text", "ids", "told", "bias"]
     assert lines[0] == {
-        "id": f"batch_req_0_{KEY}",
+        "id": f"batch_req_0_{key}",
         "custom_id": "chat",
         "response": {
             "status_code": 200,
-            "request_id": f"req_0_{KEY}",
+            "request_id": f"req_0_{key}",
             "body": {
-                "id": f"chatcmpl-0-{KEY}",
+                "id": f"chatcmpl-0-{key}",
                 "object": "chat.completion",
-                "created": 7,
-                "model": "mine",
+                "model": "LlamaForCausalLM",
                 "choices": [
                     {
                         "index": 0,
@@ -251,7 +246,7 @@ def test_requests_are_answered_as_openai_answers(tmp_path: Any) -> None:
         },
         "error": None,
     }
-    assert identify(lines[0]) == (0, KEY, False)
+    assert identify(lines[0]) == (0, key, False)
     body = lines[1]["response"]["body"]
     assert body["object"] == "text_completion"
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
@@ -265,5 +260,3 @@ def test_requests_are_answered_as_openai_answers(tmp_path: Any) -> None:
     assert content[0]["top_logprobs"][0]["token"] == content[0]["token"]  # greedy
     assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
     assert "outside the model's vocabulary" in lines[4]["response"]["body"]["error"]["message"]
-    assert errors == 1
-    assert notes == ["requests name the model 'm'; all of them are answered by 'mine'"]

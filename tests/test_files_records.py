@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support_accelerated import word_tokenizer
 from support_families import build, random_prompts
-from support_file_stand_ins import KEY, run_lines
+from support_file_lines import KEY, reported
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
@@ -17,7 +17,6 @@ from hf_batchllm.files.journal import identify
 from hf_batchllm.files.record_engine import LineConfig, RecordEngine, line_config, settings_in_config
 from hf_batchllm.files.records import ALL_FIELDS, BadPromptRecord, PromptRecord, RecordLayout, RecordReader
 from hf_batchllm.files.results import ResultWriter
-from hf_batchllm.files.run_options import RunOptions
 from hf_batchllm.files.settings import (
     GenerationSettings,
     SettingError,
@@ -25,7 +24,6 @@ from hf_batchllm.files.settings import (
     read_settings,
     settings_in_record,
 )
-from hf_batchllm.files.sources import open_source
 from hf_batchllm.files.templates import Template, TemplateError, unescaped
 
 
@@ -295,15 +293,11 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
         {"prompt": prompts[3], "adapter": "judge"},
         {"prompt": [4000]},
     ]
-    path = tmp_path / "in.jsonl"
-    path.write_text("\n\n".join(map(json.dumps, records)))
-    source = open_source(path)
-    reader = RecordReader(None, GenerationSettings({"max_new_tokens": 4}), where=source.where)
-    written, errors = run_lines(generator, source, reader, options=RunOptions(token_ids=True))
-    lines = [json.loads(line) for line in written]
+    with_gaps = [line for record in records for line in (record, "")]
+    report, lines = reported(generator, tmp_path, with_gaps, token_ids=True)
     assert lines[0]["token_ids"] == generator.generate([prompts[0]], max_new_tokens=3)[0].token_ids
     drawn = generator.generate(
-        ["w5 w6 w7"], max_new_tokens=4, do_sample=True, temperature=1.5, num_return_sequences=2, seed=9
+        ["w5 w6 w7"], max_new_tokens=4, do_sample=True, temperature=1.5, num_return_sequences=2, seed=[9]
     )
     assert [sample["text"] for sample in lines[1]["samples"]] == drawn.texts
     told = lines[2]["logprobs"]
@@ -315,7 +309,7 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
     assert "does not go with `num_beams`" in lines[5]["error"]
     assert "adapter" in lines[6]["error"]
     assert lines[7]["error"].startswith("line 15: the prompt has token id 4000 at position 0, outside the model's")
-    assert errors == 5
+    assert report.errors == 5
 
 
 def test_a_model_that_samples_by_itself_gives_several_answers(

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 import torch
 from support_cases import up_to
 from support_families import build
+from support_file_lines import answered, in_a_child, records, results, write_lines
+from support_file_lines import generator as generator  # a fixture
 from support_word_tokenizer import word_tokenizer
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -31,53 +33,10 @@ KILLS = int(os.environ.get("KILLS", up_to(20)))  # a hundred take half a minute
 SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "seed": 5, "progress": False}
 
 
-@pytest.fixture
-def generator() -> Iterator[BatchGenerator]:
-    with BatchGenerator(build(FAMILY), word_tokenizer(97, template=True)) as made:
-        yield made
-
-
-def records(count: int, seed: int = 1, bad: bool = True) -> list[dict[str, Any]]:
-    """Prompts that share documents; some sampled, some several times, some with settings of their own, some bad."""
-    rng = random.Random(seed)
-
-    def words(size: int) -> str:
-        return " ".join(f"w{rng.randrange(3, 97)}" for _ in range(size))
-
-    documents = [words(30) for _ in range(max(count // 25, 1))]
-    made: list[dict[str, Any]] = []
-    for number in range(count):
-        record: dict[str, Any] = {"prompt": f"{rng.choice(documents)} {words(rng.randrange(1, 9))}"}
-        if number % 3 == 0:
-            record["id"] = f"record-{number}"
-        if number % 4 == 0:
-            record["temperature"] = 0.7
-        if number % 12 == 0:
-            record["n"] = 3
-        if number % 7 == 0:
-            record["max_new_tokens"] = 1 + number % 9
-        if bad and number % 40 == 13:
-            record = {"prompt": None, "id": number}
-        made.append(record)
-    return made
-
-
-def written(path: Path, lines: list[dict[str, Any]], broken: tuple[int, ...] = ()) -> Path:
-    text = [json.dumps(line) if number not in broken else '{"prompt": "w5' for number, line in enumerate(lines)]
-    path.write_text("\n".join(text) + "\n")
-    return path
-
-
-def results(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text()
-    assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def test_results_are_those_of_generate(tmp_path: Path, generator: BatchGenerator) -> None:
     lines = records(90)
     report = run_file(
-        generator, written(tmp_path / "in.jsonl", lines, broken=(50,)), tmp_path / "out.jsonl", **SETTINGS
+        generator, write_lines(tmp_path / "in.jsonl", lines, broken=(50,)), tmp_path / "out.jsonl", **SETTINGS
     )
     found = results(tmp_path / "out.jsonl")
     assert [each["index"] for each in found] == list(range(90))
@@ -103,7 +62,8 @@ def test_a_line_with_a_seed_of_its_own_gives_the_same_anywhere(tmp_path: Path, g
     line = {"prompt": "w5 w6 w7", "temperature": 2.0, "seed": 11, "n": 2, "top_k": 0}
     other = {**line, "seed": 12}
     for name, lines in {"one": [line], "two": [other, other, line]}.items():
-        run_file(generator, written(tmp_path / name, lines), tmp_path / f"{name}.jsonl", format="jsonl", progress=False)
+        source = write_lines(tmp_path / name, lines)
+        run_file(generator, source, tmp_path / f"{name}.jsonl", format="jsonl", progress=False)
     one, two = results(tmp_path / "one.jsonl"), results(tmp_path / "two.jsonl")
     assert one[0]["samples"] == two[2]["samples"] != two[0]["samples"] == two[1]["samples"]
     config = GenerationConfig(do_sample=True, temperature=2.0, top_k=0, num_return_sequences=2)
@@ -112,7 +72,7 @@ def test_a_line_with_a_seed_of_its_own_gives_the_same_anywhere(tmp_path: Path, g
 
 
 def test_windows_give_what_one_window_gives(tmp_path: Path, generator: BatchGenerator) -> None:
-    source = written(tmp_path / "in.jsonl", records(80))
+    source = write_lines(tmp_path / "in.jsonl", records(80))
     whole = run_file(generator, source, tmp_path / "whole.jsonl", **SETTINGS)
     parts = run_file(generator, source, tmp_path / "parts.jsonl", window_bytes=20_000, **SETTINGS)
     assert results(tmp_path / "whole.jsonl") == results(tmp_path / "parts.jsonl")
@@ -132,7 +92,7 @@ def test_beams_log_probabilities_and_samples_in_one_file(tmp_path: Path, generat
         {"messages": [{"role": "user", "content": "w7"}]},
         {"prompt": prompt, "num_beams": 3, "n": 5},
     ]
-    run_file(generator, written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", token_ids=True, **SETTINGS)
+    run_file(generator, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", token_ids=True, **SETTINGS)
     plain, beams, told, sampled, both, ids, chat, wrong = results(tmp_path / "out.jsonl")
     assert plain["token_ids"] == ids["token_ids"] == told["token_ids"]
     assert beams["token_ids"] == generator.generate([prompt], num_beams=3, max_new_tokens=6)[0].token_ids
@@ -152,7 +112,7 @@ def test_openai_batches(tmp_path: Path, generator: BatchGenerator) -> None:
         for number, body in enumerate(bodies)
     ]
     with pytest.warns(UserWarning, match="name the model 'm'"):
-        report = run_file(generator, written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", **SETTINGS)
+        report = run_file(generator, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", **SETTINGS)
     assert report.errors == 1
     good, two, bad = results(tmp_path / "out.jsonl")
     assert [each["custom_id"] for each in (good, two, bad)] == ["a0", "a1", "a2"]
@@ -168,24 +128,10 @@ def test_openai_batches(tmp_path: Path, generator: BatchGenerator) -> None:
 # -- what may happen on the way ----------------------------------------------------------------------------------------
 
 
-def in_a_child(work: Callable[[], object]) -> int:
-    """The process id of a copy of this one that does ``work`` and nothing else."""
-    child = os.fork()
-    if child == 0:
-        code = 9
-        try:
-            signal.alarm(60)
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, nothing is there twice, and no line is half: what comes out is what one run gives."""
-    source = written(tmp_path / "in.jsonl", records(500), broken=(77,))
+    source = write_lines(tmp_path / "in.jsonl", records(500), broken=(77,))
     target, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     model, tokenizer = build(FAMILY), word_tokenizer(97)
     threads = torch.get_num_threads()
@@ -236,7 +182,7 @@ def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path, monkeypatch: py
 def test_an_interrupt_says_that_the_same_call_goes_on(
     tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
-    source, target = written(tmp_path / "in.jsonl", records(60)), tmp_path / name
+    source, target = write_lines(tmp_path / "in.jsonl", records(60)), tmp_path / name
     run_file(generator, source, tmp_path / f"whole.{name}", **SETTINGS)
     append = FileOutput.append
     for after, expected in ((0, r"^interrupted$"), (7, said)):
@@ -261,7 +207,7 @@ def test_an_interrupt_says_that_the_same_call_goes_on(
 
 def test_what_differs_from_the_earlier_part_is_named(tmp_path: Path, generator: BatchGenerator) -> None:
     lines = records(40, bad=False)
-    source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     run_file(generator, source, target, limit=10, **SETTINGS)
     assert len(results(target)) == 10
     kept = target.read_bytes()
@@ -278,9 +224,9 @@ def test_what_differs_from_the_earlier_part_is_named(tmp_path: Path, generator: 
     ):
         run_file(other, source, target, **SETTINGS)
     with pytest.raises(RunChangedError, match="line 3"):
-        run_file(generator, written(source, [*lines[:2], lines[3], *lines[3:]]), target, **SETTINGS)
+        run_file(generator, write_lines(source, [*lines[:2], lines[3], *lines[3:]]), target, **SETTINGS)
     assert target.read_bytes() == kept
-    more = written(source, [*lines, *records(5, seed=9)])  # lines may be added
+    more = write_lines(source, [*lines, *records(5, seed=9)])  # lines may be added
     report = run_file(generator, more, target, **SETTINGS)
     assert (report.before, report.written) == (10, 35) and len(results(target)) == 45
     assert run_file(generator, more, target, restart=True, **SETTINGS).written == 45
@@ -327,7 +273,7 @@ def test_a_run_goes_on_with_the_same_model_alone(
     tmp_path: Path, change: Callable[[Any, Any], object], why: str
 ) -> None:
     model, tokenizer = copy.deepcopy(build(FAMILY)), word_tokenizer(97, template=True)
-    source, target = written(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
+    source, target = write_lines(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
     with BatchGenerator(model, tokenizer) as generator:
         run_file(generator, source, target, limit=5, **SETTINGS)
         assert run_file(generator, source, target, limit=10, **SETTINGS).written == 5
@@ -339,7 +285,7 @@ def test_a_run_goes_on_with_the_same_model_alone(
 
 def test_a_run_goes_on_with_the_model_loaded_again(tmp_path: Path) -> None:
     model, tokenizer = copy.deepcopy(build(FAMILY)), word_tokenizer(97, template=True)
-    source, target = written(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
+    source, target = write_lines(tmp_path / "in.jsonl", records(20, bad=False)), tmp_path / "out.jsonl"
     for given in (model, tokenizer):
         given.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -352,23 +298,12 @@ def test_a_run_goes_on_with_the_model_loaded_again(tmp_path: Path) -> None:
         assert run_file(generator, source, target, **SETTINGS).written == 15
 
 
-def test_errors_can_be_tried_again(tmp_path: Path, generator: BatchGenerator) -> None:
-    lines: list[dict[str, Any]] = [{"prompt": "w5 w6"}, {"messages": [{"role": "alien", "content": "w7"}]}]
-    source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    assert run_file(generator, source, target, **SETTINGS).errors == 1
-    assert "no aliens" in results(target)[1]["error"]
-    lines[1]["messages"][0]["role"] = "user"
-    report = run_file(generator, written(source, lines), target, retry_errors=True, **SETTINGS)
-    assert (report.before, report.written, report.errors) == (1, 1, 0)
-    assert "text" in results(target)[1]
-
-
 def test_bad_records_can_stop_a_run(tmp_path: Path, generator: BatchGenerator) -> None:
-    source, target = written(tmp_path / "in.jsonl", records(60)), tmp_path / "out.jsonl"
+    source, target = write_lines(tmp_path / "in.jsonl", records(60)), tmp_path / "out.jsonl"
     with pytest.raises(InputFileError, match="line 14") as caught:
         run_file(generator, source, target, on_error="raise", **SETTINGS)
     assert "line 54" in str(caught.value)
-    written(source, [{"prompt": "w5"}, {"prompt": "w5 w6", "num_beams": 2, "n": 3}])
+    write_lines(source, [{"prompt": "w5"}, {"prompt": "w5 w6", "num_beams": 2, "n": 3}])
     with pytest.raises(InputFileError, match=r"line 2: .*num_beams"):
         run_file(generator, source, tmp_path / "other.jsonl", on_error="raise", **SETTINGS)
 
@@ -376,7 +311,7 @@ def test_bad_records_can_stop_a_run(tmp_path: Path, generator: BatchGenerator) -
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_tables_in_and_out(tmp_path: Path, generator: BatchGenerator, suffix: str) -> None:
     lines = records(20, bad=False)
-    run_file(generator, written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", keep="id", **SETTINGS)
+    run_file(generator, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", keep="id", **SETTINGS)
     frame = pandas.DataFrame(lines)
     source, target = tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}"
     frame.to_csv(source, index=False) if suffix == "csv" else frame.to_parquet(source)
@@ -392,17 +327,13 @@ def test_tables_in_and_out(tmp_path: Path, generator: BatchGenerator, suffix: st
 
 def test_a_template_and_fields_that_are_kept(tmp_path: Path, generator: BatchGenerator) -> None:
     lines = [{"context": "w5 w6", "question": "w7", "label": "yes"}, {"context": "w5 w6", "label": "no"}]
-    source = written(tmp_path / "in.jsonl", lines)
-    run_file(
-        generator, source, tmp_path / "out.jsonl", template="{context} {question}", keep=["label"], **SETTINGS
-    )  # fmt: skip
-    good, bad = results(tmp_path / "out.jsonl")
-    assert good["label"] == "yes" and good["text"] == generator.generate(["w5 w6 w7"], max_new_tokens=6)[0].text
+    good, bad = answered(generator, tmp_path, lines, template="{context} {question}", keep=["label"])
+    assert good["label"] == "yes" and good["text"] == generator.generate(["w5 w6 w7"], max_new_tokens=4)[0].text
     assert bad["label"] == "no" and "question" in bad["error"]
 
 
 def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, generator: BatchGenerator) -> None:
-    source = written(tmp_path / "in.jsonl", records(3))
+    source = write_lines(tmp_path / "in.jsonl", records(3))
     with pytest.raises(FilesError, match="BatchGenerator"):
         run_file(build(FAMILY), source, tmp_path / "out.jsonl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean `max_new_tokens`"):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_file_lines import records, results, write_lines
 from support_shards import COUNT, SETTINGS, again, part_file, record_of, shortened
 from support_shards import folder as folder  # a fixture
 from support_shards import generator as generator  # a fixture
 from support_shards import parts as parts  # a fixture
 from support_shards import quiet as quiet  # a fixture
-from test_files_run_file import records, results, written
 
 from hf_batchllm import BatchGenerator, FilesError, merge_shards, run_file
 from hf_batchllm.errors import InputFileError, OutputBusyError, OutputFileError, RunChangedError
@@ -100,7 +100,7 @@ def test_more_parts_than_records(spans: Spans) -> None:
 
 
 def test_every_job_finds_the_same_split(tmp_path: Path) -> None:
-    source = written(tmp_path / "in.jsonl", records(80))
+    source = write_lines(tmp_path / "in.jsonl", records(80))
 
     def of(part: int, count: int = 80, place: Path = source) -> Part:
         with open_source(place) as opened:
@@ -113,10 +113,10 @@ def test_every_job_finds_the_same_split(tmp_path: Path) -> None:
     elsewhere = shutil.copy(source, tmp_path / "copy.jsonl")
     assert of(2, place=Path(elsewhere)).summary() == found[1].summary()
     assert of(1, 70).seed == seed
-    assert of(1, place=written(tmp_path / "more.jsonl", records(81))).seed != seed
+    assert of(1, place=write_lines(tmp_path / "more.jsonl", records(81))).seed != seed
 
 
-def test_how_a_part_is_written() -> None:
+def test_how_a_part_is_write_lines() -> None:
     assert read_shard(" 02 / 8 ") == Shard(2, 8) and str(Shard(2, 8)) == "2/8"
     for text in ("2", "a/b", "2/", "/8", "-1/8", "2/8/9", "٢/٨", 2):
         with pytest.raises(FilesError, match="as in 2/8"):
@@ -154,7 +154,7 @@ def test_errors_of_parts_run_again(generator: BatchGenerator, folder: Path) -> N
 
 
 def test_a_part_without_records_says_so(generator: BatchGenerator, tmp_path: Path) -> None:
-    source = written(tmp_path / "in.jsonl", records(3, bad=False))
+    source = write_lines(tmp_path / "in.jsonl", records(3, bad=False))
     reports = [
         run_file(generator, source, tmp_path / "out.jsonl", shard=f"{part}/5", **SETTINGS) for part in range(1, 6)
     ]
@@ -199,7 +199,7 @@ def test_a_part_is_that_of_the_same_file(generator: BatchGenerator, folder: Path
     assert report.written and Path(f"{part_file(folder, 2)}.bak-1").read_bytes() == kept
 
 
-def test_where_a_part_cannot_be_written(generator: BatchGenerator, folder: Path) -> None:
+def test_where_a_part_cannot_be_write_lines(generator: BatchGenerator, folder: Path) -> None:
     for target, error, why in (
         ("-", OutputFileError, "and - is a stream"),
         ("/dev/null", OutputFileError, "and /dev/null is a stream"),
@@ -215,7 +215,7 @@ def test_where_a_part_cannot_be_written(generator: BatchGenerator, folder: Path)
 
 def test_a_bad_record_stops_its_own_part_alone(generator: BatchGenerator, tmp_path: Path) -> None:
     lines = [{"prompt": "w5 w6"}, {"prompt": None}]
-    source, why = written(tmp_path / "in.jsonl", lines), []
+    source, why = write_lines(tmp_path / "in.jsonl", lines), []
     for part in (1, 2):
         try:
             run_file(generator, source, tmp_path / "out.jsonl", shard=f"{part}/2", on_error="raise", **SETTINGS)
