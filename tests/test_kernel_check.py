@@ -6,7 +6,8 @@ import dataclasses
 import importlib
 import inspect
 import warnings
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +20,17 @@ from support_kernels import DEVICE, INTERPRETED, kernel, plain
 from support_parity import assert_parity
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.kernel_check import attention_cases
 from hf_batchllm.kernel_check.attention_cases import Shape
-from hf_batchllm.kernel_check.comparing import Where, Wrong, near, same
-from hf_batchllm.kernel_check.groups import GROUPS
+from hf_batchllm.kernel_check.child import GROUPS
+from hf_batchllm.kernel_check.comparing import Where, Wrong, held, near, same
 from hf_batchllm.kernels import decode_torch, layer_ops_torch, prefill_torch
 from hf_batchllm.model import triton_attention
 from hf_batchllm.patches.fused_experts import ExpertKernels
 from hf_batchllm.sampling.sampling_kernels import SamplingKernels
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, number] for number in range(20, 26)]
+INFINITE, ODD = float("inf"), float("nan")
 
 
 @pytest.mark.some_cases
@@ -39,64 +42,93 @@ def test_all_kernels_pass(group: str) -> None:
         case()
 
 
+def other(place: int, value: float) -> torch.Tensor:
+    """The reference's numbers, but for one."""
+    made = torch.linspace(-1, 1, 100)
+    made[place] = value
+    return made
+
+
 @plain
-def test_what_counts_as_wrong() -> None:
-    twins = torch.linspace(-1, 1, 100)
-    near(twins + 1e-6, twins)
-    with pytest.raises(Wrong, match=r"off by 1\.7e-01"):
-        near(twins + 0.1, twins)
-    odd = twins.clone()
-    odd[3] = torch.nan
-    with pytest.raises(Wrong, match="1 values of the result are no numbers, and 0 of the twin's"):
-        near(odd, twins)
-    near(odd, odd.clone())
-    with pytest.raises(Wrong, match="float64"):
-        near(twins.double(), twins)
+@pytest.mark.parametrize(
+    ("ours", "wanted", "why"),
+    [
+        (other(0, -1) + 1e-6, other(0, -1), None),
+        (other(0, -1) + 0.1, other(0, -1), r"off by 1\.7e-01"),
+        (other(3, ODD), other(0, -1), "1 values of the result are no numbers, and 0 of the reference's"),
+        (other(3, ODD), other(3, 0), "are no numbers"),
+        (other(3, ODD), other(3, ODD), None),
+        (other(3, INFINITE), other(3, -INFINITE), "are no numbers"),
+        (other(3, INFINITE), other(3, ODD), "are no numbers"),
+        (other(3, INFINITE) + 0.1, other(3, INFINITE), r"off by 1\.7e-01"),
+        (other(3, 7).double(), other(3, 7), "float64"),
+        (other(3, 7)[:50], other(3, 7), r"\[50\]"),
+    ],
+)
+def test_what_counts_as_wrong(ours: torch.Tensor, wanted: torch.Tensor, why: str | None) -> None:
+    if why is None:
+        return near(ours, wanted)
+    with pytest.raises(Wrong, match=why):
+        near(ours, wanted)
+
+
+@plain
+def test_whole_numbers_may_differ_in_some_places() -> None:
+    ours, wanted = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 0, 0])
+    same(ours, wanted, but=2)
     with pytest.raises(Wrong, match="2 of 5 values of the tokens"):
-        same(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 0, 0]), "the tokens", but=1)
+        same(ours, wanted, "the tokens", but=1)
 
 
 @plain
-@pytest.mark.parametrize("group", GROUPS)
-def test_each_kernel_of_a_group_is_tried(group: str) -> None:
+def test_what_a_kernel_writes_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is wrong in a tensor that it was given, which stays as it was for the reference and for the caller."""
+
+    def writing(x: torch.Tensor, residual: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        made = layer_ops_torch.add_rms_norm(x, residual, *given, **named)
+        residual[3] += 1
+        return made
+
+    monkeypatch.setattr("hf_batchllm.kernels.layer_ops_triton.add_rms_norm", writing)
+    given = Where(CPU).drawn(x=(5, 64), residual=(5, 64), weight=(64,))
+    before = given["residual"].clone()
+    with pytest.raises(Wrong, match="residual is off by"):
+        held("layer_ops", "add_rms_norm", **given, eps=1e-6)
+    assert torch.equal(given["residual"], before)
+
+
+@plain
+def test_each_kernel_is_tried() -> None:
     """All that another room takes out of the kernels' modules is called by some case."""
-    asked = {
-        "attention": ["rope_and_write", "attend_items", "merge_parts", "attend_chunks"],
-        "layers": ["add_rms_norm", "act_and_mul", "digest"],
-        "sampling": [field.name for field in dataclasses.fields(SamplingKernels)],
-        "experts": [field.name for field in dataclasses.fields(ExpertKernels)],
-        "states": ["short_convolution", "delta_rule", "state_space", "selective_scan", "decay_and_beta", "gated_norm"],
-        "parts": ["attend_fixed", "merge_fixed", "narrow_product"],
-    }
-    text = inspect.getsource(inspect.getmodule(GROUPS[group]))  # type: ignore[arg-type]
-    assert [name for name in asked[group] if name not in text] == []
+    asked = "rope_and_write attend_items merge_parts attend_chunks add_rms_norm act_and_mul digest attend_fixed".split()
+    asked += "short_convolution delta_rule state_space selective_scan decay_and_beta gated_norm merge_fixed".split()
+    asked += ["narrow_product", *(field.name for kinds in (SamplingKernels, ExpertKernels) for field in fields(kinds))]
+    text = "".join(inspect.getsource(inspect.getmodule(cases)) for cases in GROUPS.values())  # type: ignore[arg-type]
+    assert [name for name in asked if f'"{name}"' not in text and f".{name}(" not in text] == []
 
 
-KERNELS = {
-    "attention": {
-        "layer_ops": ["rope_and_write"],
-        "decode": ["attend_items", "merge_parts"],
-        "prefill": ["attend_chunks"],
-    },
-    "layers": {"layer_ops": ["add_rms_norm", "act_and_mul"], "digest": ["digest"]},
-    "sampling": {
-        "sample": ["greedy", "gumbel_sample", "advance"],
-        "top_k_top_p": ["cutoffs"],
-        "penalties": ["mark_seen", "penalise"],
-        "token_masks": ["mask_tokens"],
-        "likeliest": ["note_likeliest"],
-        "tails": ["tail_cuts"],
-        "token_edits": ["edit_tokens", "ban_repeats", "grow_ends", "force_tokens", "append_tokens"],
-    },
-    "states": {
-        "convolution": ["short_convolution"],
-        "delta_rule": ["delta_rule"],
-        "state_space": ["state_space"],
-        "selective_scan": ["selective_scan"],
-        "gated_ops": ["decay_and_beta", "gated_norm"],
-    },
-    "parts": {"fixed_attention": ["attend_fixed", "merge_fixed"], "narrow_products": ["narrow_product"]},
-}
+def fields(kinds: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(kinds)
+
+
+def references_for_kernels(patch: pytest.MonkeyPatch, deaf: str = "", option: str = "", instead: Any = None) -> None:
+    """Each kernel is its reference, but ``deaf`` takes ``instead`` for one of its options."""
+
+    def unheard(*given: Any, **named: Any) -> Any:
+        return reference(*given, **named | ({option: instead} if option in named else {}))
+
+    for path in Path(layer_ops_torch.__file__).parent.glob("*_torch.py"):
+        home = path.stem.removesuffix("_torch")
+        if path.with_stem(f"{home}_triton").exists():
+            references, kernels = (importlib.import_module(f"hf_batchllm.kernels.{home}_{kind}") for kind in KINDS)
+            for name, function in inspect.getmembers(references, inspect.isfunction):
+                if hasattr(kernels, name) and function.__module__ == references.__name__:
+                    if f"{home}.{name}" == deaf:
+                        reference = function
+                    patch.setattr(kernels, name, unheard if f"{home}.{name}" == deaf else function)
+
+
+KINDS = "torch", "triton"
 # Kernels that do not do what they are told by one of their options: (group, kernel, option, what it takes instead).
 DEAF = [
     ("attention", "layer_ops.rope_and_write", "turn", "llama"),
@@ -132,45 +164,31 @@ def test_a_kernel_that_does_not_listen_is_found(
     group: str, kernel: str, option: str, instead: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each option makes other machine code, which may be wrong by itself."""
-    for home, names in KERNELS[group].items():
-        for name in names:
-            twin = getattr(importlib.import_module(f"hf_batchllm.kernels.{home}_torch"), name)
-
-            def deaf(*given: Any, _twin: Any = twin, **named: Any) -> Any:
-                return _twin(*given, **named | ({option: instead} if option in named else {}))
-
-            told = twin if f"{home}.{name}" != kernel else deaf
-            monkeypatch.setattr(f"hf_batchllm.kernels.{home}_triton.{name}", told)
-    failed = []
-    for name, case in GROUPS[group](Where(CPU)).items():
+    references_for_kernels(monkeypatch, kernel, option, instead)
+    cases, failed = GROUPS[group](Where(CPU)), []
+    for name, case in cases.items():
         try:
             case()
         except Exception:
             failed.append(name)
-    assert failed and len(failed) < len(GROUPS[group](Where(CPU)))
+    assert 0 < len(failed) < len(cases)
 
 
 @plain
 def test_float32_is_held_against_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of float32 may be rounded to TF32, as environment variables and settings of torch have it."""
-    from hf_batchllm.kernel_check import attention_cases
-
-    seen = []
+    references_for_kernels(monkeypatch)
+    seen = dict[str, list[torch.dtype]]()
     for module, name in ((decode_torch, "attend_items"), (prefill_torch, "attend_chunks")):
-        place = 1 if name == "attend_items" else 0
-        real = getattr(module, name)
 
-        def watched(*given: Any, _real: Any = real, _place: int = place, **named: Any) -> None:
-            seen.append(given[_place].dtype)
-            _real(*given, **named)
+        def watched(real: Any, name: str, *given: Any, **named: Any) -> None:
+            seen.setdefault(name, []).append(next(each for each in given if isinstance(each, torch.Tensor)).dtype)
+            real(*given, **named)
 
-        monkeypatch.setattr(module, name, watched)
-    monkeypatch.setattr("hf_batchllm.kernels.decode_triton.attend_items", decode_torch.attend_items)
-    monkeypatch.setattr("hf_batchllm.kernels.decode_triton.merge_parts", decode_torch.merge_parts)
-    monkeypatch.setattr("hf_batchllm.kernels.prefill_triton.attend_chunks", prefill_torch.attend_chunks)
-    monkeypatch.setattr("hf_batchllm.kernels.layer_ops_triton.rope_and_write", layer_ops_torch.rope_and_write)
+        monkeypatch.setattr(module, name, partial(watched, getattr(module, name), name))
     assert attention_cases.tried(CPU, Shape(4, 1, 128, 128, 16, torch.float32)) is None
-    assert set(seen) == {torch.float32, torch.float64} and len(seen) >= 8
+    assert seen.keys() == {"attend_items", "attend_chunks"}
+    assert {dtype for dtypes in seen.values() for dtype in dtypes} == {torch.float64}
 
 
 @plain
@@ -199,18 +217,19 @@ def test_a_shape_that_fails_falls_back_by_layer(monkeypatch: pytest.MonkeyPatch)
 
 
 @plain
-def test_what_a_try_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_batchllm.kernel_check import attention_cases
+@pytest.mark.parametrize("tried", [attention_cases.tried, attention_cases.tried_in_parts])
+def test_what_a_try_finds(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, raised = Shape(4, 2, 64, 64, 16, torch.float16), []
 
-    shape = Shape(4, 2, 64, 64, 16, torch.float16)
-    for name in ("decode", "writing"):
-        monkeypatch.setattr(attention_cases, name, lambda where, shape, **given: None)
-    monkeypatch.setattr(attention_cases, "prompts", lambda where, shape: None)
-    assert attention_cases.tried(CPU, shape) is None
+    def case(*given: Any, **named: Any) -> None:
+        if raised:
+            raise raised[0]
 
-    def out_of_memory(where: Any, shape: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(attention_cases, "prompts", out_of_memory)
+    for name in ("decode", "prompts", "writing", "in_parts"):
+        monkeypatch.setattr(attention_cases, name, case)
+    assert tried(CPU, shape) is None
+    raised[:] = [Wrong("off by far")]
+    assert tried(CPU, shape) == "KV cache, 4 heads and 2 KV heads of 64, float16: Wrong: off by far"
+    raised[:] = [torch.OutOfMemoryError("CUDA out of memory")]
     with pytest.raises(torch.OutOfMemoryError):
-        attention_cases.tried(CPU, shape)
+        tried(CPU, shape)

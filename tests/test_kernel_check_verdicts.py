@@ -2,129 +2,115 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support_broken_kernels import broken
-from support_kernel_check import CPU, KEY
+from support_kernel_check import CPU, forget
 from support_kernel_check import checking as checking  # a fixture
 from support_kernel_check import nothing_remembered as nothing_remembered  # a fixture of all tests here
 from support_kernels import INTERPRETED, plain
 
 from hf_batchllm import BatchConfig, ConfigError
 from hf_batchllm.kernel_check import trust, verdicts
-from hf_batchllm.kernel_check.groups import GROUPS
+from hf_batchllm.kernel_check.child import GROUPS
 from hf_batchllm.kernel_check.outcomes import NO_ROOM, PASSED, WRONG, Outcome
-from hf_batchllm.kernel_check.verdicts import Verdicts
 from hf_batchllm.model.choose_backend import warn_of_refused
 from hf_batchllm.notices import Notices
 from hf_batchllm.python_child import CannotStart
 
+KEY = {"card": "a card", "driver": "1", "torch": "2", "triton": "3", "compiled for": "", "sources": "abc"}
+
+
+def check_finds(patch: pytest.MonkeyPatch, found: Outcome | Exception, seconds: float = 0.0) -> list[str]:
+    """What each check finds from now on, in place of a child; gives the groups that are checked."""
+    groups = []
+
+    def outcomes(group: str, device: torch.device) -> Iterator[Outcome]:
+        groups.append(group)
+        time.sleep(seconds)
+        if isinstance(found, Exception):
+            raise found
+        yield found
+
+    patch.setattr(trust, "outcomes", outcomes)
+    return groups
+
 
 @plain
-def test_a_verdict_is_reused_by_later_processes(
-    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    broken(monkeypatch, tmp_path, None)
+def test_a_verdict_is_remembered(checking: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of the weights may be computed otherwise: that question does not wait for a check."""
+    groups = check_finds(monkeypatch, Outcome("norm", PASSED))
+    assert not trust.is_known_good("layers", CPU)
     with pytest.warns(UserWarning, match="for the first time"):
         assert trust.refusal("layers", CPU) is None
-    monkeypatch.setattr(trust, "_answers", {})  # another process
-    monkeypatch.setattr(trust, "outcomes", lambda *given: pytest.fail("checked again"))
+    assert trust.is_known_good("layers", CPU) and not trust.is_known_good("experts", CPU)
+    forget(monkeypatch)
     assert trust.refusal("layers", CPU) is None
+    assert groups == ["layers"]
 
 
 @plain
-@pytest.mark.parametrize("changed", KEY)
-def test_a_verdict_is_forgotten_when_anything_changes(changed: str, tmp_path: Path) -> None:
-    kept = Verdicts(tmp_path)
-    kept.write(KEY, "layers", "norm: wrong")
-    assert kept.read(KEY, "layers") == "norm: wrong"
-    assert kept.read(KEY, "attention") is None
-    assert kept.read(KEY | {changed: "another"}, "layers") is None
-
-
-@plain
-def test_the_key_holds_all_that_matters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_verdict_is_forgotten_when_anything_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    verdicts.write(KEY, "layers", "norm: wrong")
+    assert verdicts.read(KEY, "layers") == "norm: wrong"
+    assert verdicts.read(KEY, "attention") is None
+    assert all(verdicts.read(KEY | {changed: "another"}, "layers") is None for changed in KEY)
     key = verdicts.key_of(CPU)
     assert set(KEY) | {"library"} <= set(key) and key["torch"] == torch.__version__
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
     assert verdicts.key_of(CPU) != key
-    monkeypatch.setattr(verdicts, "_HERE", tmp_path)  # another check
+    monkeypatch.setattr(verdicts, "_SOURCES", (verdicts._SOURCES[0], tmp_path))  # another check
     assert verdicts.sources.__wrapped__() != key["sources"]
 
 
 @plain
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": {}}', "null", '{"failed": ""}'])
-def test_a_damaged_file_counts_as_none(text: str, tmp_path: Path) -> None:
-    kept = Verdicts(tmp_path)
-    kept.write(KEY, "layers", "")
-    assert kept.read(KEY, "layers") == ""
-    kept.path(KEY, "layers").write_text(text)
-    assert kept.read(KEY, "layers") is None
+def test_a_damaged_file_counts_as_none(text: str) -> None:
+    verdicts.write(KEY, "layers", "")
+    path = verdicts.path_of(KEY, "layers")
+    assert verdicts.read(KEY, "layers") == ""
+    assert path.stat().st_mode & 0o777 == 0o644, "the folder may be one that a group shares"
+    path.write_text(text)
+    assert verdicts.read(KEY, "layers") is None
 
 
 @plain
 def test_a_folder_that_cannot_be_written_to_is_told_of(
     checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    broken(monkeypatch, tmp_path, None)
     (tmp_path / "cache").write_text("a file where the folder should be")
-    monkeypatch.setattr(trust, "outcomes", lambda *given: iter([Outcome("norm", PASSED)]))
+    groups = check_finds(monkeypatch, Outcome("norm", PASSED))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         assert trust.refusal("layers", CPU) is None
-        assert trust.refusal("layers", CPU) is None, "this process remembers"
+        assert trust.refusal("layers", CPU) is None
     said = [str(each.message) for each in heard]
     assert len(said) == 2 and "cannot be remembered" in said[1] and "HF_BATCHLLM_CACHE" in said[1]
+    assert len(groups) == 1, "this process remembers"
 
 
 @plain
-def test_processes_that_begin_together_check_once(
-    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    broken(monkeypatch, tmp_path, None)
-    ran = []
-
-    def slow(*given: Any) -> Any:
-        ran.append(given)
-        time.sleep(0.3)
-        return iter([Outcome("norm", WRONG, "off by far")])
-
-    monkeypatch.setattr(trust, "outcomes", slow)
-    found: list[str | None] = []
-    key = verdicts.key_of(CPU)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        threads = [threading.Thread(target=lambda: found.append(trust._found("layers", CPU, key))) for _ in range(3)]
-        [each.start() for each in threads]
-        [each.join() for each in threads]
-    assert len(ran) == 1 and len(set(found)) == 1 and "off by far" in str(found[0])
+@pytest.mark.filterwarnings("ignore:.*for the first time")
+def test_processes_that_begin_together_check_once(checking: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, key = check_finds(monkeypatch, Outcome("norm", WRONG, "off by far"), seconds=0.3), verdicts.key_of(CPU)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: trust._found("layers", CPU, key), range(3)))
+    assert len(groups) == 1 and len(set(found)) == 1 and "off by far" in str(found[0])
 
 
 @plain
 @pytest.mark.skipif(verdicts.fcntl is None, reason="this system has no locks on files")
-def test_a_process_that_is_stopped_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_that_is_stopped_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "_SILENT_WAIT", 0.2)
     monkeypatch.setattr(verdicts, "_LONGEST_WAIT", 0.6)
-    kept, began = Verdicts(tmp_path), time.monotonic()
-    with kept.alone(KEY, "layers"), pytest.warns(UserWarning, match="another process"), kept.alone(KEY, "layers"):
+    began, alone = time.monotonic(), verdicts.alone
+    with alone(KEY, "layers"), pytest.warns(UserWarning, match="another process"), alone(KEY, "layers"):
         assert time.monotonic() - began > 0.5
-
-
-@plain
-def test_a_question_that_starts_no_check(checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A digest of the weights may be computed otherwise: it does not wait for a check."""
-    broken(monkeypatch, tmp_path, None)
-    monkeypatch.setattr(trust, "outcomes", lambda *given: iter([Outcome("norm", PASSED)]))
-    assert not trust.is_known_good("layers", CPU)
-    with pytest.warns(UserWarning, match="for the first time"):
-        assert trust.refusal("layers", CPU) is None
-    assert trust.is_known_good("layers", CPU) and not trust.is_known_good("experts", CPU)
 
 
 @plain
@@ -147,37 +133,29 @@ def test_amds_cards_run_what_was_asked_for_by_name(monkeypatch: pytest.MonkeyPat
 
 
 @plain
-def test_a_verdict_by_hand_counts_on_a_card_that_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_verdict_by_hand_counts_on_a_card_that_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody has run `hf-batchllm check` there. No check is started for the question."""
-    monkeypatch.setenv("HF_BATCHLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(trust, "unusable", lambda device, amd=False: None)
     monkeypatch.setattr(trust, "is_proven", lambda device: True)
-    monkeypatch.setattr(trust, "outcomes", lambda *given: pytest.fail("checked"))
+    checked = check_finds(monkeypatch, Outcome("norm", PASSED))
     assert trust.refusal("layers", CPU) is None
-    Verdicts().write(verdicts.key_of(CPU), "layers", "norm: wrong")
-    monkeypatch.setattr(trust, "_answers", {})
+    verdicts.write(verdicts.key_of(CPU), "layers", "norm: wrong")
+    forget(monkeypatch)
     assert "norm: wrong" in (trust.refusal("layers", CPU) or "") and not trust.is_known_good("layers", CPU)
     assert trust.refusal("sampling", CPU) is None
     monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")
     assert trust.refusal("layers", CPU) is None
+    assert not checked
 
 
 @plain
 @pytest.mark.parametrize("end", ["start", "norm", None])
 def test_one_cause_around_the_kernels_is_met_once(
-    end: str | None, checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    end: str | None, checking: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be the same for each group: one child, and one warning of a check."""
-    broken(monkeypatch, tmp_path, None)
-    begun = []
-
-    def outcomes(group: str, device: Any) -> Any:
-        begun.append(group)
-        if end is None:
-            raise CannotStart("there is no Python")
-        return iter([Outcome(end, NO_ROOM, "OutOfMemoryError")])
-
-    monkeypatch.setattr(trust, "outcomes", outcomes)
+    none = CannotStart("there is no Python")
+    begun = check_finds(monkeypatch, Outcome(end, NO_ROOM, "OutOfMemoryError") if end else none)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         reasons = {trust.refusal(group, CPU) for group in GROUPS}
@@ -186,14 +164,6 @@ def test_one_cause_around_the_kernels_is_met_once(
     assert len(reasons) == 1 and len(begun) == 1
     said = [str(each.message) for each in heard]
     assert len(said) == 2 and said[1].startswith("fused layers, picking tokens, layers that carry a state on cpu")
-
-
-@plain
-def test_a_verdict_can_be_read_by_others(tmp_path: Path) -> None:
-    """The folder may be one that a group shares."""
-    kept = Verdicts(tmp_path)
-    kept.write(KEY, "layers", "")
-    assert kept.path(KEY, "layers").stat().st_mode & 0o777 == 0o644
 
 
 @plain

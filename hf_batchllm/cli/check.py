@@ -49,12 +49,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(device: torch.device, groups: Sequence[str]) -> int:
+    from ..kernel_check import verdicts
     from ..kernel_check.outcomes import NO_ROOM, PASSED, UNKNOWN, first_failure
     from ..kernel_check.run_in_child import outcomes
-    from ..kernel_check.verdicts import Verdicts, key_of
     from ..python_child import CannotStart
 
-    key, verdicts, seen = key_of(device), Verdicts(), Counter[str]()
+    key, seen = verdicts.key_of(device), Counter[str]()
     for name, value in (key | {"python": platform.python_version(), "system": platform.platform()}).items():
         if value:
             print(f"{name + ':':14}{value}")

@@ -1,1 +1,1 @@
-"""Kernels are tried against their PyTorch twins before they are trusted on a card that nobody has tried."""
+"""Kernels are tried against their PyTorch references before they are trusted on a card that nobody has tried."""

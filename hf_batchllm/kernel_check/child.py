@@ -1,34 +1,41 @@
-"""Runs the cases of a group, and writes a line of JSON before and after each: ``python -m ...child GROUP DEVICE CARD``.
-
-It runs in a process of its own, which alone survives a kernel that aborts, hangs or touches memory that is not its own.
-"""
+"""Runs the cases of a group in a process of its own, which alone survives a kernel that aborts, hangs or touches
+memory that is not its own: ``python -m ...child FILE GROUP DEVICE CARD``."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import IO
 
 import torch
 
-from .comparing import Where, Wrong
-from .errors_in_a_check import in_a_line, is_others_work, verdict_of
-from .groups import GROUPS
-from .outcomes import NO_ROOM, NOT_TRIED, PASSED, WRONG
-from .which_card import device_with
+from . import attention_cases, layer_cases, sampling_cases
+from .comparing import Cases, Where, Wrong, device_with
+from .outcomes import BEGUN, CANNOT_TELL, END, NO_ROOM, NOT_TRIED, PASSED, START, WRONG, Outcome, in_a_line, verdict_of
+
+# The groups are checked one by one: a model without experts does not wait for the experts' kernels.
+GROUPS: dict[str, Callable[[Where], Cases]] = {
+    "attention": attention_cases.attention,
+    "layers": layer_cases.layers,
+    "sampling": sampling_cases.sampling,
+    "experts": layer_cases.experts,
+    "states": layer_cases.states,
+    "parts": attention_cases.parts,
+}
 
 
-def main(arguments: list[str], to: IO[str]) -> None:
-    """``arguments``: the group, the device, its card's mark, and the names of cases that are passed over."""
-    group, device, mark, *done = arguments
+def main(to: IO[str], group: str, device: str, mark: str, *done: str) -> None:
+    """Write an outcome, as a line of JSON, before and after each case that is not ``done``."""
 
-    def say(**line: object) -> None:
-        print(json.dumps(line), file=to, flush=True)
+    def say(outcome: Outcome) -> None:
+        print(json.dumps(astuple(outcome)), file=to, flush=True)
 
     try:
         where = Where(device_with(mark, torch.device(device)))
@@ -37,16 +44,14 @@ def main(arguments: list[str], to: IO[str]) -> None:
             torch.zeros(1, dtype=torch.float32, device=where.device)
         cases = GROUPS[group](where)
     except Exception as error:
-        verdict = NO_ROOM if is_others_work(error) else NOT_TRIED
-        say(case="start", verdict=verdict, detail=in_a_line(error))
+        say(Outcome(START, NO_ROOM if verdict_of(error) == NO_ROOM else NOT_TRIED, in_a_line(error)))
         return
     for name, case in cases.items():
         if name not in done:
-            say(begins=name)
+            say(Outcome(name, BEGUN))
             began = time.perf_counter()
-            verdict, detail = _tried(case, where)
-            say(case=name, verdict=verdict, detail=detail, seconds=time.perf_counter() - began)
-    say(ends=True)  # without it an end is not taken for a good one
+            say(Outcome(name, *_tried(case, where), time.perf_counter() - began))
+    say(Outcome(END, PASSED))  # without it an end is not taken for a good one
 
 
 def _tried(case: Callable[[], None], where: Where) -> tuple[str, str]:
@@ -61,16 +66,20 @@ def _tried(case: Callable[[], None], where: Where) -> tuple[str, str]:
     return PASSED, ""
 
 
-def _end_with_the_parent() -> None:
+def _end_with_the_parent(folder: str) -> None:
     """A kernel that hangs would keep the card for ever, where the process is gone that was to stop it."""
     with contextlib.suppress(OSError):
         while os.read(0, 64):
             pass
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing else may write between the lines, neither in Python nor in C
-    main(sys.argv[1:], lines)
+    path, *given = sys.argv[1:]
+    threading.Thread(target=_end_with_the_parent, args=[os.path.dirname(path)], daemon=True).start()
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            main(file, *given)
+    except OSError:  # the disk is full, say
+        os._exit(CANNOT_TELL)

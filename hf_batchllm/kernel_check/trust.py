@@ -17,11 +17,10 @@ from ..errors import ConfigError
 from ..kernels.cards import OLDEST
 from ..notices import warn_user
 from ..python_child import CannotStart
+from . import verdicts
 from .comparing import is_interpreted
-from .errors_in_a_check import in_a_line
-from .outcomes import NO_ROOM, UNKNOWN, Outcome, first_failure
+from .outcomes import NO_ROOM, UNKNOWN, first_failure, in_a_line
 from .run_in_child import CHECKING, outcomes
-from .verdicts import Verdicts, key_of
 
 # Compute capability, and versions of Triton with which all tests of the kernels have passed on such a card.
 PROVEN = {(9, 0): ((3, 6),)}
@@ -36,6 +35,7 @@ WORK = {
 }
 _REPORT = "This is remembered; `hf-batchllm check` checks anew, and prints a table for a report"
 _FIRST = "the kernels have to be checked on this card first, and"
+_BEFORE = "run `hf-batchllm check` before the model is loaded"
 _answers: dict[tuple[str, ...], str | None] = {}
 _no_checks: dict[tuple[str, ...], str] = {}  # cards on which nothing can be checked by this process, and why
 
@@ -49,11 +49,13 @@ def refusal(group: str, device: torch.device, *, amd: bool = False) -> str | Non
         return reason
     if _asked() == "never":
         return None
-    key = key_of(device)
+    key = verdicts.key_of(device)
     known = (group, *key.values())
     if known not in _answers:
         # On a card that is trusted, somebody may have had it checked by hand.
-        _answers[known] = _found(group, device, key) if is_checked(device) else _kept(group, key)
+        _answers[known] = (
+            _found(group, device, key) if is_checked(device) else _in_words(key, verdicts.read(key, group))
+        )
     return _answers[known]
 
 
@@ -79,7 +81,7 @@ def is_known_good(group: str, device: torch.device) -> bool:
         return False
     if not is_checked(device):
         return torch.version.hip is None and refusal(group, device) is None
-    return _answers.get((group, *key_of(device).values()), "") is None
+    return _answers.get((group, *verdicts.key_of(device).values()), "") is None
 
 
 def unusable(device: torch.device, *, amd: bool = False) -> str | None:
@@ -134,19 +136,14 @@ def _asked() -> str:
     return asked
 
 
-def _kept(group: str, key: dict[str, str]) -> str | None:
-    failed = Verdicts().read(key, group)
-    return _in_words(key, failed) if failed else None
-
-
-def _in_words(key: dict[str, str], failed: str) -> str:
-    return f"on this card ({key['card']}) a kernel failed its check: {failed}. {_REPORT}"
+def _in_words(key: dict[str, str], failed: str | None) -> str | None:
+    return f"on this card ({key['card']}) a kernel failed its check: {failed}. {_REPORT}" if failed else None
 
 
 def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
+    """The verdict on disk, or that of a check, which is written there."""
     if os.environ.get(CHECKING):
         return f"{_FIRST} this process was started by such a check: `sys.executable` is not Python"
-    verdicts = Verdicts()
     with verdicts.alone(key, group):
         failed = verdicts.read(key, group)
         if failed is None:
@@ -156,12 +153,12 @@ def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
             warn_user(
                 f"the kernels for {WORK[group]} are tried on {key['card']} for the first time: this may take a minute"
             )
-            found = checked(group, device)
-            if isinstance(found, str):
+            try:
+                failed = _checked(group, device)
+            except CannotStart as error:
                 # The same would come of the check of every other group.
-                _no_checks[card] = found
-                return found
-            failed = "" if found is None else str(found)
+                _no_checks[card] = f"{_FIRST} that cannot be done: {error}"
+                return _no_checks[card]
             try:
                 verdicts.write(key, group, failed)
             except OSError as error:
@@ -169,20 +166,14 @@ def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
                     f"the outcome of the check cannot be remembered, so each process checks anew: {error}. "
                     "HF_BATCHLLM_CACHE may name another folder"
                 )
-    return _in_words(key, failed) if failed else None
+    return _in_words(key, failed)
 
 
-def checked(group: str, device: torch.device) -> Outcome | str | None:
-    """The first case that failed; None if all passed; or why there was no check, in words."""
-    try:
-        found = list(outcomes(group, device))
-    except CannotStart as error:
-        return f"{_FIRST} that cannot be done: {error}"
-    failure = first_failure(found)
-    if failure is not None and failure.verdict in UNKNOWN:
-        where = "run `hf-batchllm check` before the model is loaded"
-        if failure.verdict == NO_ROOM:
-            return f"{_FIRST} there was no memory for that ({failure.detail}): {where}"
-        hint = f". {where[0].upper()}{where[1:]}" if "busy or unavailable" in failure.detail else ""
-        return f"{_FIRST} that cannot be done: {failure.detail}{hint}"
-    return failure
+def _checked(group: str, device: torch.device) -> str:
+    """The first case that failed, in a line; empty: all passed. Raises where nothing is known of the kernels."""
+    failure = first_failure(list(outcomes(group, device)))
+    if failure is None or failure.verdict not in UNKNOWN:
+        return str(failure or "")
+    if failure.verdict == NO_ROOM:
+        raise CannotStart(f"there is no memory for it ({failure.detail}): {_BEFORE}")
+    raise CannotStart(failure.detail + (f". {_BEFORE.capitalize()}" if "busy or unavailable" in failure.detail else ""))

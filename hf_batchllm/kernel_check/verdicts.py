@@ -25,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _SILENT_WAIT, _LONGEST_WAIT = 10.0, 900.0  # seconds, for another process's check
-_HERE, _KERNELS = Path(__file__).resolve().parent, Path(work_lists.__file__).resolve().parent
+_SOURCES = tuple(Path(str(path)).resolve().parent for path in (work_lists.__file__, __file__))
 
 
 def key_of(device: torch.device) -> dict[str, str]:
@@ -62,52 +62,49 @@ def driver() -> str:
 def sources() -> str:
     """A hash of the kernels and of the check."""
     found = hashlib.sha256()
-    for folder in (_KERNELS, _HERE):
+    for folder in _SOURCES:
         for path in sorted(folder.glob("*.py")):
             found.update(path.name.encode())
             found.update(path.read_bytes())
     return found.hexdigest()
 
 
-class Verdicts:
-    """A file for each key and group, in a folder of the user's."""
+def path_of(key: dict[str, str], group: str) -> Path:
+    """A file for each key and group: whoever writes one takes no other verdict away."""
+    text = json.dumps([key, group], sort_keys=True)
+    return _folder() / f"{group}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or default_folder()
 
-    def path(self, key: dict[str, str], group: str) -> Path:
-        text = json.dumps([key, group], sort_keys=True)
-        return self.folder / f"{group}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+def read(key: dict[str, str], group: str) -> str | None:
+    """What failed, in a line; empty: all passed. None: there is no verdict. A damaged file counts as none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path_of(key, group).read_text("utf-8"))
+        if found["key"] == key and isinstance(found["failed"], str):
+            return str(found["failed"])
+    return None
 
-    def read(self, key: dict[str, str], group: str) -> str | None:
-        """What failed, in a line; empty: all passed. None: there is no verdict. A damaged file counts as none."""
-        try:
-            found = json.loads(self.path(key, group).read_text("utf-8"))
-            if found["key"] == key and isinstance(found["failed"], str):
-                return str(found["failed"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        return None
 
-    def write(self, key: dict[str, str], group: str, failed: str) -> None:
-        """Other processes see all of it or nothing."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
-            json.dump({"key": key, "group": group, "failed": failed}, file, indent=1)
-        with contextlib.suppress(OSError):
-            os.chmod(file.name, 0o644)  # the folder may be one that several people share
-        os.replace(file.name, self.path(key, group))
+def write(key: dict[str, str], group: str, failed: str) -> None:
+    """Other processes see all of it or nothing."""
+    path = path_of(key, group)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        json.dump({"key": key, "group": group, "failed": failed}, file, indent=1)
+    with contextlib.suppress(OSError):
+        os.chmod(file.name, 0o644)  # the folder may be one that several people share
+    os.replace(file.name, path)
 
-    @contextlib.contextmanager
-    def alone(self, key: dict[str, str], group: str) -> Iterator[None]:
-        """Processes that begin at the same time wait for the first one's verdict. Where that cannot be, each checks."""
-        with contextlib.ExitStack() as stack:
-            if fcntl is not None:
-                with contextlib.suppress(OSError):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    file = stack.enter_context(self.path(key, group).with_suffix(".lock").open("w"))
-                    _lock(file)
-            yield
+
+@contextlib.contextmanager
+def alone(key: dict[str, str], group: str) -> Iterator[None]:
+    """Processes that begin at the same time wait for the first one's verdict. Where that cannot be, each checks."""
+    with contextlib.ExitStack() as stack:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                path = path_of(key, group).with_suffix(".lock")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _lock(stack.enter_context(path.open("w")))
+        yield
 
 
 def _lock(file: IO[str]) -> None:
@@ -124,7 +121,7 @@ def _lock(file: IO[str]) -> None:
             warn_user(f"another process checks the kernels on this card: waiting for its verdict ({file.name})")
 
 
-def default_folder() -> Path:
+def _folder() -> Path:
     if given := os.environ.get("HF_BATCHLLM_CACHE"):
         return Path(given).expanduser() / "kernel-checks"
     home = os.environ.get("XDG_CACHE_HOME")

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..kernel_check.attention_cases import Shape
-from ..kernel_check.part_cases import tried_in_parts
+from ..kernel_check.attention_cases import Shape, tried_in_parts
 from ..kernels.fixed_lists import FIXED_TILES, build_fixed
 from ..kernels.ranges import Readers
 from ..kernels.work_lists import WorkLists
