@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES, build
-from support_owners import tokens, tokens_alone
+from support_owners import assert_refused, tokens, tokens_alone
 from torch import nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
@@ -120,9 +120,7 @@ def test_modules_of_torch_jit_are_refused_by_name() -> None:
     generator = BatchGenerator(model)
     mlp = model.model.layers[0].mlp
     model.model.layers[0].mlp = torch.jit.trace(mlp, torch.randn(1, 3, model.config.hidden_size))
-    for made in (lambda: BatchGenerator(model), lambda: tokens(generator)):
-        with pytest.raises(UnsupportedModelError, match=r"torch.jit traced or scripted"):
-            made()
+    assert_refused(model, generator, "torch.jit traced or scripted")
     model.model.layers[0].mlp = mlp
     assert tokens(generator) == tokens_alone(model)
 

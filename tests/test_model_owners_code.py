@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES
-from support_owners import GREEDY, PROMPTS, tokens, tokens_alone
+from support_owners import GREEDY, PROMPTS, assert_refused, tokens, tokens_alone
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2 import modeling_gemma2
@@ -86,39 +86,34 @@ def test_a_usual_way_to_prepare_inputs_is_served_and_named_once(method: Any) -> 
     assert len([each for each in caught if each.category is UserWarning]) == 1  # transformers has deprecated a name
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "why"),
-    [
-        (PREPARE, shifted, "in the first pass the model is given other `position_ids`"),
-        (PREPARE, cut, "a prompt of 509 tokens, in the first pass the model is given other `input_ids`"),
-        (PREPARE, embedded, "a further argument, `inputs_embeds`"),
-        (UPDATE, forgetful, "in a later pass the model is given other `attention_mask`"),
-        (UPDATE, reads_hidden_states, "it failed .TypeError"),
-    ],
-)
-def test_one_that_changes_what_the_model_is_given_is_refused(name: str, method: Any, why: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"MyLlama has its own `{name}`.*{why}"):
-        BatchGenerator(of_subclass(**{name: method}))
-
-
 def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise ValueError("where is the image?")
 
 
-@pytest.mark.parametrize(
-    ("method", "why"),
-    [(fails, "does not generate from text alone.*where is the image"), (shifted, "positions in a way of its own")],
-)
-def test_methods_that_transformers_defines_for_one_model_are_tried(method: Any, why: str) -> None:
-    theirs = types.FunctionType(method.__code__, {**globals(), "__name__": "transformers.models.new.modeling_new"})
+def theirs(method: Any) -> Any:
+    """As transformers defines it for one model."""
+    return types.FunctionType(method.__code__, {**globals(), "__name__": "transformers.models.new.modeling_new"})
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    (PREPARE, shifted, f"has its own `{PREPARE}`.*in the first pass the model is given other `position_ids`"),
+    (PREPARE, cut, f"{PREPARE}`.*a prompt of 509 tokens, in the first pass the model is given other `input_ids`"),
+    (PREPARE, embedded, f"has its own `{PREPARE}`.*a further argument, `inputs_embeds`"),
+    (UPDATE, forgetful, f"has its own `{UPDATE}`.*in a later pass the model is given other `attention_mask`"),
+    (UPDATE, reads_hidden_states, f"has its own `{UPDATE}`.*it failed .TypeError"),
+    (PREPARE, theirs(fails), "does not generate from text alone.*where is the image"),
+    (PREPARE, theirs(shifted), "positions in a way of its own"),
+    *(
+        (name, passed_on(name), f"has a `{name}` of its own")
+        for name in ("generate", "_sample", "_prepare_cache_for_generation")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "why"), REFUSED)
+def test_a_method_that_changes_what_the_model_is_given_is_refused(name: str, method: Any, why: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"MyLlama .*{why}"):
-        BatchGenerator(of_subclass(**{PREPARE: theirs}))
-
-
-@pytest.mark.parametrize("name", ["generate", "_sample", "_prepare_cache_for_generation"])
-def test_other_methods_of_ones_own_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"MyLlama has a `{name}` of its own"):
-        BatchGenerator(of_subclass(**{name: passed_on(name)}))
+        BatchGenerator(of_subclass(**{name: method}))
 
 
 def test_a_generate_that_comes_with_a_checkpoint_is_refused() -> None:
@@ -133,9 +128,7 @@ def test_a_method_set_on_the_model_later_is_seen_by_the_next_call() -> None:
     generator = BatchGenerator(model)
     tokens(generator)
     model.prepare_inputs_for_generation = types.MethodType(shifted, model)
-    for call in (lambda: BatchGenerator(model), lambda: tokens(generator), lambda: next(generator.stream(PROMPTS))):
-        with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has its own"):
-            call()
+    assert_refused(model, generator, "LlamaForCausalLM has its own", lambda: next(generator.stream(PROMPTS)))
     del model.prepare_inputs_for_generation
     assert tokens(generator) == tokens_alone(model)
 
@@ -157,60 +150,52 @@ def test_an_attention_function_of_ones_own_is_refused_until_it_is_gone() -> None
     expected = tokens(generator)
     model.set_attn_implementation("doubled")
     back = r'attends by `doubled`.*doubled.*call model.set_attn_implementation\("sdpa"\)'
-    for call in (lambda: BatchGenerator(model), lambda: tokens(generator), lambda: generator.score([PROMPTS[0]])):
-        with pytest.raises(UnsupportedModelError, match=back):
-            call()
+    assert_refused(model, generator, back, lambda: generator.score([PROMPTS[0]]))
     model.set_attn_implementation("eager")
     assert tokens(generator) == expected
 
 
-def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", doubled)
+def makes_masks(*args: Any, _made: Any = masking_utils.sdpa_mask, **kwargs: Any) -> Any:
+    return _made(*args, **kwargs)
 
 
-def for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", doubled)
+def with_prefix(*args: Any, _causal: Any = modeling_llama.create_causal_mask, **kwargs: Any) -> Any:
+    return _causal(*args, **kwargs, or_mask_function=lambda batch, head, query, key: key < 4)
 
 
-def makes_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = masking_utils.sdpa_mask
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", lambda *args, **kwargs: made(*args, **kwargs))
+def looks_ahead(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key < query + 2
 
 
-def describes_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    causal = modeling_llama.create_causal_mask
+REPLACED: dict[str, tuple[Any, str, Any, str]] = {
+    "attention by name": (AttentionInterface._global_mapping, "sdpa", doubled, "attends by `sdpa`"),
+    "attention for itself": (
+        modeling_llama.ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", doubled, "attends by `sdpa`"
+    ),
+    "who makes masks": (
+        AttentionMaskInterface._global_mapping, "sdpa", makes_masks, "attention masks made by the function"
+    ),
+    "what masks are asked for": (
+        vars(modeling_llama), "create_causal_mask", with_prefix, "modeling_llama.create_causal_mask` has been replaced"
+    ),
+    "what is below masks": (
+        vars(masking_utils), "causal_mask_function", looks_ahead,
+        "masking_utils.causal_mask_function` has been replaced",
+    ),
+}  # fmt: skip
 
-    def with_prefix(*args: Any, **kwargs: Any) -> Any:
-        return causal(*args, **kwargs, or_mask_function=lambda batch, head, query, key: key < 4)
 
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", with_prefix)
-
-
-def below_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda batch, head, query, key: key < query + 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (by_name, "attends by `sdpa`"),
-        (for_itself, "attends by `sdpa`"),
-        (makes_masks, "attention masks made by the function"),
-        (describes_masks, "modeling_llama.create_causal_mask` has been replaced"),
-        (below_masks, "masking_utils.causal_mask_function` has been replaced"),
-    ],
-)
+@pytest.mark.parametrize("what", REPLACED)
 def test_what_is_replaced_in_transformers_is_seen_before_and_after_the_first_call(
-    change: Callable[[pytest.MonkeyPatch], None], why: str
+    what: str,
 ) -> None:
     model = FAMILIES["llama"]()
     generator = BatchGenerator(model)
     expected = tokens(generator)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        change(monkeypatch)
-        for call in (lambda: BatchGenerator(FAMILIES["llama"]()), lambda: tokens(generator)):
-            with pytest.raises(UnsupportedModelError, match=why):
-                call()
+    home, name, instead, why = REPLACED[what]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(home, name, instead)
+        assert_refused(FAMILIES["llama"](), generator, why)
     assert tokens(generator) == expected
 
 
@@ -243,9 +228,7 @@ def test_an_attention_layer_exchanged_for_another_is_looked_at_itself() -> None:
     generator = BatchGenerator(model)
     tokens(generator)
     model.model.layers[1].self_attn.__class__ = Windowed
-    for call in (lambda: BatchGenerator(model), lambda: tokens(generator)):
-        with pytest.raises(UnsupportedModelError, match="mask alone"):
-            call()
+    assert_refused(model, generator, "mask alone")
 
 
 @pytest.mark.parametrize(
@@ -256,9 +239,7 @@ def test_a_config_changed_after_loading_is_refused_where_layers_do_not_follow(na
     generator = BatchGenerator(model)
     tokens(generator)
     setattr(model.config, name, value[: model.config.num_hidden_layers] if isinstance(value, list) else value)
-    for call in (lambda: BatchGenerator(model), lambda: tokens(generator)):
-        with pytest.raises(UnsupportedModelError, match="Gemma2"):
-            call()
+    assert_refused(model, generator, "Gemma2")
 
 
 def test_a_window_changed_in_config_and_layers_is_followed() -> None:
@@ -315,18 +296,11 @@ def with_dynamic_rope(model: Any, config: Any) -> Any:
     return model
 
 
-def test_a_rope_put_in_place_of_another_is_seen() -> None:
-    model: Any = FAMILIES["llama"]()
-    generator = BatchGenerator(model)
-    with_dynamic_rope(model, deepcopy(model.config))
-    with pytest.raises(PromptError, match="rotary"):
-        generator.generate([list(range(3, 38))], max_new_tokens=8)
-
-
-def test_a_change_that_another_generator_has_seen_is_seen_by_each() -> None:
+@pytest.mark.parametrize("own_config", [True, False])
+def test_a_rope_put_in_place_of_another_is_seen_by_each_generator(own_config: bool) -> None:
     model: Any = FAMILIES["llama"]()
     first = BatchGenerator(model)
-    second = BatchGenerator(with_dynamic_rope(model, model.config))
+    second = BatchGenerator(with_dynamic_rope(model, model.config if own_config else deepcopy(model.config)))
     for generator in (first, second):
         with pytest.raises(PromptError, match="rotary"):
             generator.generate([list(range(3, 38))], max_new_tokens=8)

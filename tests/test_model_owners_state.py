@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support_families import FAMILIES
 from support_fused import fusing as fusing  # a fixture
-from support_owners import GREEDY, PROMPTS, tokens, tokens_alone
+from support_owners import GREEDY, PROMPTS, assert_refused, tokens, tokens_alone
 from torch import distributed, nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
@@ -186,9 +186,7 @@ def test_weights_sharded_by_fsdp_are_refused() -> None:
     model = FAMILIES["llama"]()
     generator = BatchGenerator(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))  # type: ignore[arg-type]
-    for call in (lambda: BatchGenerator(model), lambda: tokens(generator)):
-        with pytest.raises(UnsupportedModelError, match=r"several processes, .*FSDP; that is not supported: load"):
-            call()
+    assert_refused(model, generator, "several processes, .*FSDP; that is not supported: load")
 
 
 def test_weights_sharded_otherwise_are_refused() -> None:

@@ -1,43 +1,91 @@
-"""Code of an owner's inside a model: served where it treats every token by itself, refused by name elsewhere."""
+"""Code of an owner's inside a model: served where it treats every token by itself, refused by name elsewhere.
+
+It is tried in long rows, alone and with a cache.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support_families import FAMILIES
-from support_owners import PROMPTS, tokens, tokens_alone
+from support_owners import (
+    PROMPTS,
+    Around,
+    Before,
+    Change,
+    around_mlp,
+    around_rotary,
+    assert_refused,
+    before_mlp,
+    of_class,
+    tokens,
+    tokens_alone,
+)
 from torch import nn
-from transformers import LlamaForCausalLM
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+from transformers import LlamaForCausalLM, MambaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
 from hf_batchllm.patches.attention_interface import CACHE_NAME
 
-
-class Around(nn.Module):
-    """A module of an owner's around one of the model's."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+WIDTH = 48  # of the tiny Llama
+BESIDE, LENGTH, CACHE = "which other tokens stand beside", "how many other tokens there are", "whether there is a cache"
+PLACE = "its place in the row"
 
 
-class Shifted(Around):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # as in RWKV
-        return self.inner(hidden + nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
+def seen_in(cache: Any, *layer: int) -> int:
+    return 0 if cache is None else int(cache.get_seq_length(*layer))
 
 
-class Louder(Around):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return 3 * self.inner(hidden)
+class Interpolated(Around):
+    """Beyond some length, positions lie closer together."""
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.inner(hidden, position_ids / max(1.0, (int(position_ids.max()) + 1) / 24))
 
 
 class CountsFromTheFirst(Around):
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return self.inner(hidden, position_ids[:, :1] + torch.arange(hidden.shape[1])[None])
+
+
+class OwnPositions(Around):
+    """A table that is shorter than what the config says."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.places = nn.Embedding(64, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        self.places(position_ids)
+        return self.inner(hidden, position_ids)
+
+
+class InDecodeSteps(LlamaDecoderLayer):
+    def forward(self, hidden_states: Any, **more: Any) -> Any:
+        if seen_in(more.get(CACHE_NAME), self.self_attn.layer_idx):
+            hidden_states = hidden_states * 2
+        return super().forward(hidden_states, **more)
+
+
+class ScaledByLength(LlamaAttention):
+    def forward(self, hidden_states: Any, position_embeddings: Any, **more: Any) -> Any:
+        self.scaling = self.head_dim**-0.5 * (2 if seen_in(more.get(CACHE_NAME), self.layer_idx) > 24 else 1)
+        return super().forward(hidden_states, position_embeddings, **more)
+
+
+class InTraining(LlamaForCausalLM):
+    def forward(self, *args: Any, use_cache: Any = None, **more: Any) -> Any:
+        output: Any = super().forward(*args, use_cache=use_cache, **more)
+        output.logits = output.logits if use_cache else output.logits.roll(5, -1)
+        return output
 
 
 class WithoutPositions(LlamaForCausalLM):
@@ -59,9 +107,7 @@ class LastRows(LlamaForCausalLM):
 
 class HidesPlaces(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **more: Any) -> Any:
-        cache = more.get(CACHE_NAME)
-        seen = 0 if cache is None else cache.get_seq_length()
-        mask = torch.ones(1, seen + input_ids.shape[1], dtype=torch.long)
+        mask = torch.ones(1, seen_in(more.get(CACHE_NAME)) + input_ids.shape[1], dtype=torch.long)
         mask[:, 2:4] = 0
         return super().forward(input_ids, mask, **more)
 
@@ -73,82 +119,22 @@ class JustAround(LlamaForCausalLM):
         return output
 
 
-def _mlp(kind: type[Around]) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        model.model.layers[1].mlp = kind(model.model.layers[1].mlp)
-
-    return change
-
-
-def _class(kind: type) -> Callable[[Any], None]:
-    return lambda model: setattr(model, "__class__", kind)
-
-
-def _by_the_largest(model: Any) -> None:
-    mlp = model.model.layers[1].mlp
-    forward = mlp.forward
-    mlp.forward = lambda hidden: forward(hidden / hidden.abs().max())
-
-
-def _rotary(model: Any) -> None:
-    model.model.rotary_emb = CountsFromTheFirst(model.model.rotary_emb)
-
-
-REFUSED = {
-    "shifted": (_mlp(Shifted), "which other tokens stand beside"),
-    "by the largest number of a step": (_by_the_largest, "which other tokens stand beside"),
-    "counts positions": (_rotary, "its place in the row"),
-    "drops positions": (_class(WithoutPositions), "its place in the row"),
-    "hides places": (_class(HidesPlaces), "hides tokens"),
-    "gives every row": (_class(EveryRow), "logits_to_keep"),
-    "gives the last rows": (_class(LastRows), "logits_to_keep"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_tokens_is_refused_before_and_after_the_first_call(name: str) -> None:
-    change, why = REFUSED[name]
-    model = FAMILIES["llama"]()
-    generator = BatchGenerator(model)
-    tokens(generator)
-    change(model)
-    for call in (lambda: BatchGenerator(model), lambda: tokens(generator)):
-        with pytest.raises(UnsupportedModelError, match=f"not transformers' own.*{why}"):
-            call()
-
-
-class LittleMixed(Around):
+class After(Around):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.inner(hidden)
-        return hidden + 0.1 * hidden.mean(1, keepdim=True)
+        assert self.before is not None
+        return self.before(self.inner(hidden))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_little_mixing_is_seen_in_half_precision_too(dtype: torch.dtype) -> None:
-    model = FAMILIES["llama"]().to(dtype)
-    _mlp(LittleMixed)(model)
-    with pytest.raises(UnsupportedModelError, match="which other tokens stand beside"):
-        BatchGenerator(model)
+def after_mlp(function: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return around_mlp(lambda mlp: After(mlp, function))
 
 
-class Normed(Around):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # which torch refuses for a single token
-        return self.inner(nn.functional.batch_norm(hidden[0], None, None, training=True)[None])
+def module_after_mlp(module: Callable[[], nn.Module]) -> Change:
+    def around(mlp: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(mlp, module().eval())
 
-
-class NeverAlone(Around):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.shape[1] == 1:
-            raise ValueError("one is not enough")
-        return self.inner(hidden)
-
-
-@pytest.mark.parametrize(("kind", "why"), [(Normed, "stand beside"), (NeverAlone, "a single token .one is not enough")])
-def test_an_error_on_a_single_token_hides_nothing(kind: type[Around], why: str) -> None:
-    model = FAMILIES["llama"]()
-    _mlp(kind)(model)
-    with pytest.raises(UnsupportedModelError, match=why):
-        BatchGenerator(model)
+    return around_mlp(around)
 
 
 class CountsPasses(Around):
@@ -159,48 +145,165 @@ class CountsPasses(Around):
         return self.inner(hidden) * self.passes
 
 
-class Drops(Around):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(nn.functional.dropout(hidden, 0.3))
+def shifted(hidden: torch.Tensor, places: int = 1) -> torch.Tensor:  # as in RWKV
+    return hidden + nn.functional.pad(hidden, (0, 0, places, 0))[:, : hidden.shape[1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_changes_from_pass_to_pass_is_refused_and_random_numbers_are_not(dtype: torch.dtype) -> None:
-    counting, dropping = FAMILIES["llama"]().to(dtype), FAMILIES["llama"]().to(dtype)
-    _mlp(CountsPasses)(counting)
-    with pytest.raises(UnsupportedModelError, match="other logits for the same tokens from pass to pass"):
-        BatchGenerator(counting)
-    _mlp(Drops)(dropping)
-    assert len(tokens(BatchGenerator(dropping))) == len(PROMPTS)
+def chunks(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + (torch.arange(hidden.shape[1]) // 16)[None, :, None]
+
+
+def best_half(hidden: torch.Tensor) -> torch.Tensor:
+    if hidden.shape[1] < 16:
+        return hidden
+    norms = hidden.norm(dim=-1)
+    return hidden * (norms >= norms.median())[..., None]
+
+
+def normed(hidden: torch.Tensor) -> torch.Tensor:  # which torch refuses for a single token
+    return nn.functional.batch_norm(hidden[0], None, None, training=True)[None]
+
+
+def never_alone(hidden: torch.Tensor) -> torch.Tensor:
+    if hidden.shape[1] == 1:
+        raise ValueError("one is not enough")
+    return hidden
+
+
+def sparse(hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(hidden) * (hidden.abs() > hidden.abs().median())
+
+
+def activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def change(model: Any) -> None:
+        del model.model.layers[1].mlp.act_fn
+        model.model.layers[1].mlp.act_fn = function
+
+    return change
+
+
+def by_the_largest(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden / hidden.abs().max())
+
+
+def more_words_than_rows(model: Any) -> None:
+    before_mlp(shifted)(model)
+    model.config.vocab_size = 100_000
+
+
+class OtherMixer(MambaMixer):
+    """By its class none of those that are proved."""
+
+
+def mamba() -> nn.Module:
+    return OtherMixer(MambaConfig(hidden_size=WIDTH, state_size=4, num_hidden_layers=1), 0)
+
+
+def observing() -> nn.Module:
+    observer: Any = MovingAverageMinMaxObserver
+    return FakeQuantize(observer=observer, quant_min=0, quant_max=15, averaging_constant=1.0)
+
+
+def little_mixed(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + 0.1 * hidden.mean(1, keepdim=True)
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "shift": (before_mlp(shifted), BESIDE),
+    "shift by ten": (before_mlp(lambda hidden: shifted(hidden, 10)), BESIDE),
+    "by the largest number of a step": (by_the_largest, BESIDE),
+    "chunks of sixteen": (before_mlp(chunks), BESIDE),
+    "the best half of a long row": (before_mlp(best_half), BESIDE),
+    "an error on a single token, and mixing": (before_mlp(normed), BESIDE),
+    "an error on a single token": (before_mlp(never_alone), "a single token .one is not enough"),
+    "positions from the first": (around_rotary(CountsFromTheFirst), PLACE),
+    "no positions": (of_class(WithoutPositions), PLACE),
+    "hidden places": (of_class(HidesPlaces), "hides tokens"),
+    "every row": (of_class(EveryRow), "logits_to_keep"),
+    "the last rows": (of_class(LastRows), "logits_to_keep"),
+    "interpolation by the longest": (around_rotary(Interpolated), LENGTH),
+    "another layer in decode steps": (of_class(InDecodeSteps, lambda model: model.model.layers[1]), CACHE),
+    "another result without a cache": (of_class(InTraining), CACHE),
+    "scale by the length": (of_class(ScaledByLength, lambda model: model.model.layers[1].self_attn), CACHE),
+    "attention of torch's": (
+        module_after_mlp(lambda: nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True)),
+        BESIDE,
+    ),
+    "a recurrent layer of transformers'": (
+        module_after_mlp(mamba),
+        "carry a state from token to token in a way that is not supported: OtherMixer",
+    ),
+    "softmax over the row": (module_after_mlp(lambda: nn.Softmax(dim=1)), BESIDE),
+    "fake quantisation": (module_after_mlp(observing), BESIDE),
+    "an activation function": (activation(sparse), BESIDE),
+    "more words than rows": (more_words_than_rows, BESIDE),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_tokens_is_refused_before_and_after_the_first_call(name: str) -> None:
+    change, why = REFUSED[name]
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    tokens(generator)
+    change(model)
+    assert_refused(model, generator, why if "carry a state" in why else f"not transformers' own.*{why}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (after_mlp(little_mixed), BESIDE),
+        (around_mlp(CountsPasses), "other logits for the same tokens from pass to pass"),
+    ],
+)
+def test_a_little_is_seen_in_half_precision_too(change: Change, why: str, dtype: torch.dtype) -> None:
+    model = FAMILIES["llama"]().to(dtype)
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=why):
+        BatchGenerator(model)
+
+
+SERVED: dict[str, Change] = {
+    "louder": after_mlp(lambda hidden: 3 * hidden),
+    "a forward around": of_class(JustAround),
+    "a norm in front": before_mlp(lambda hidden: nn.functional.layer_norm(hidden, hidden.shape[-1:])),
+    "an activation function": activation(nn.functional.relu),
+    "a layer norm behind": module_after_mlp(lambda: nn.LayerNorm(WIDTH)),
+    "an MLP of another model": of_class(Qwen2MLP, lambda model: model.model.layers[0].mlp),
+    "a table of its own": around_rotary(OwnPositions),
+    "random numbers": before_mlp(lambda hidden: nn.functional.dropout(hidden, 0.3)),
+}
 
 
 @pytest.mark.filterwarnings("error")  # nothing that transformers will take away is called, and the trial runs
-@pytest.mark.parametrize("change", [_mlp(Louder), _class(JustAround)])
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_treats_each_token_by_itself_is_served(change: Callable[[Any], None], dtype: torch.dtype) -> None:
-    model = FAMILIES["llama"]().to(dtype)
-    change(model)
+def test_what_treats_each_token_by_itself_is_served_without_a_word(name: str, dtype: torch.dtype) -> None:
+    model = FAMILIES["llama"]()
+    SERVED[name](model)
+    model.to(dtype)
     state = torch.get_rng_state()
     generator = BatchGenerator(model)
     assert torch.equal(state, torch.get_rng_state())
     found = tokens(generator)
-    assert dtype == torch.bfloat16 or found == tokens_alone(model)
+    assert len(found) == len(PROMPTS)
+    assert dtype == torch.bfloat16 or name == "random numbers" or found == tokens_alone(model)
 
 
-def test_the_same_code_is_tried_once() -> None:
-    passes: list[int] = []
-    model: Any = FAMILIES["llama"]()
-    _mlp(Louder)(model)
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: passes.append(len(output[0])))
-    generator = BatchGenerator(model)
-    tokens(generator)
-    passes.clear()
-    tokens(generator)
-    first = passes.copy()
-    passes.clear()
-    tokens(generator)
-    assert passes == first
-    assert len(passes) == generator.last_report.steps  # type: ignore[union-attr]
+@pytest.mark.some_cases
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trials_keep_to_the_positions_that_a_model_knows(family: str, dtype: torch.dtype) -> None:
+    model = FAMILIES[family]().to(dtype)
+    base: Any = type(model)
+    model.__class__ = type("Mine", (base,), {"forward": lambda *args, **more: base.forward(*args, **more)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert BatchGenerator(model).architecture.selects_rows
 
 
 def test_dynamic_quantisation_is_warned_of() -> None:
@@ -213,93 +316,9 @@ def test_dynamic_quantisation_is_warned_of() -> None:
         tokens(BatchGenerator(model))
 
 
-def test_a_replaced_attention_of_torchs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FAMILIES["llama"]()
-    generator = BatchGenerator(model)
-    before, attend = tokens(generator), nn.functional.scaled_dot_product_attention
-    with monkeypatch.context() as patch:
-        patch.setattr(nn.functional, "scaled_dot_product_attention", lambda *args, **more: attend(*args, **more) / 2)
-        for call in (lambda: BatchGenerator(model), lambda: tokens(generator)):
-            with pytest.raises(UnsupportedModelError, match="scaled_dot_product_attention` has been replaced"):
-                call()
-        model.set_attn_implementation("eager")
-        assert tokens(generator) == before
-    assert tokens(generator) == before
-
-
-def kept_tokens(generator: BatchGenerator) -> list[list[int]]:
-    """A call whose prompts share enough for a prefix to be kept."""
-    more = [[*PROMPTS[0][:25], 60 + each] for each in range(3)]
-    found = generator.generate([*PROMPTS, *more], max_new_tokens=6, do_sample=False)
-    return [each.token_ids for each in found][: len(PROMPTS)]
-
-
-class Reads(Around):
-    """Code whose effect stands outside of what a module shows."""
-
-    factor = 1.0
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__(inner)
-        self.held = SimpleNamespace(factor=1.0)
-        self.listed = [torch.ones(1)]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden) * self.held.factor * self.listed[0] * self.factor * self.by_method()
-
-    def by_method(self) -> float:
-        return 1.0
-
-
-def _change_held(reads: Reads, patch: pytest.MonkeyPatch) -> None:
-    reads.held.factor = 0.2
-
-
-def _change_listed(reads: Reads, patch: pytest.MonkeyPatch) -> None:
-    reads.listed[0].data.mul_(0.2)
-
-
-def _change_class(reads: Reads, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reads, "factor", 0.2)
-
-
-def _change_method(reads: Reads, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reads, "by_method", lambda self: 0.2)
-
-
-@pytest.mark.parametrize("change", [_change_held, _change_listed, _change_class, _change_method])
-def test_kept_prefixes_are_dropped_where_an_owners_code_computes_something_else(
-    change: Callable[[Reads, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = FAMILIES["llama"]()
-    _mlp(Reads)(model)
-    generator = BatchGenerator(model, keep_prefixes=64, page_size=4)
-    before = kept_tokens(generator)
-    assert kept_tokens(generator) == before and generator.last_report.cached_tokens  # type: ignore[union-attr]
-    change(model.model.layers[1].mlp, monkeypatch)
-    assert before != kept_tokens(generator) == tokens_alone(model)
-
-
-@pytest.mark.parametrize("where", ["hook", "forward"])
-def test_kept_prefixes_know_what_a_closure_reads(where: str) -> None:
-    model: Any = FAMILIES["llama"]()
-    factor, mlp = [1.0], model.model.layers[0].mlp
-    if where == "hook":
-        mlp.register_forward_hook(lambda module, args, output: output * factor[0])
-    else:
-        forward = mlp.forward
-        mlp.forward = lambda hidden: forward(hidden) * factor[0]
-    generator = BatchGenerator(model, keep_prefixes=64, page_size=4)
-    before = kept_tokens(generator)
-    assert kept_tokens(generator) == before and generator.last_report.cached_tokens  # type: ignore[union-attr]
-    factor[0] = 0.2
-    assert before != kept_tokens(generator) == tokens_alone(model)
-
-
-@pytest.mark.parametrize(("home", "name"), [(nn.functional, "silu"), (nn.functional, "linear"), (torch, "rsqrt")])
-def test_kept_prefixes_know_torchs_functions(home: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FAMILIES["llama"]()
-    generator = BatchGenerator(model, keep_prefixes=64, page_size=4)
-    before, function = kept_tokens(generator), getattr(home, name)
-    monkeypatch.setattr(home, name, lambda *args, **more: function(*args, **more) * 0.7)
-    assert before != kept_tokens(generator) == tokens_alone(model)
+def test_random_numbers_of_training_hide_no_mixing() -> None:
+    model: Any = FAMILIES["gpt2"]()  # with dropout of its own
+    model.transformer.h[1].mlp = Before(model.transformer.h[1].mlp, shifted)
+    with pytest.raises(UnsupportedModelError, match=BESIDE):
+        BatchGenerator(model.train())
+    assert model.transformer.h[1].mlp.training
