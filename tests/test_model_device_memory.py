@@ -55,38 +55,33 @@ def xpu(monkeypatch: pytest.MonkeyPatch, host: SimpleNamespace) -> SimpleNamespa
 UNTOLD = RuntimeError("The device (Intel(R) Graphics) doesn't support querying the available free memory.")
 
 
-def test_xpu_is_not_sized_by_the_hosts_memory(xpu: SimpleNamespace, host: SimpleNamespace) -> None:
-    for available in (300 * GIB, 1 * GIB):
-        host.available = available
-        assert device_memory(XPU).free() == 11 * GIB, "the free ones, and what the allocator holds without need"
-    assert device_memory(XPU).used() == MemoryUse(3 * GIB, 4 * GIB)
-    assert device_memory(XPU).taken_at_once and device_memory(XPU).share == 0.9
+# Figures of the GPU and of its allocator, whether it is a part of the processor, what the host has; and what is free.
+SIZES: list[tuple[dict[str, Any], bool | None, int, int]] = [
+    ({}, False, 300, 11),  # the free ones, and what the allocator holds without need
+    ({}, False, 1, 11),
+    ({"get_per_process_memory_fraction": 0.5}, False, 300, 5),
+    ({"get_per_process_memory_fraction": None}, False, 300, 11),
+    ({"mem_get_info": UNTOLD}, False, 300, 13),  # all that this process has not taken
+    ({"mem_get_info": UNTOLD}, True, 300, 13),
+    ({"mem_get_info": UNTOLD}, True, 2, 3),  # the host has no more
+    ({"mem_get_info": UNTOLD}, None, 300, 13),  # it does not say of what it is a part
+    ({"mem_get_info": UNTOLD}, None, 2, 3),
+]
 
 
-def test_xpu_with_a_share_for_this_process(xpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, torch.xpu, get_per_process_memory_fraction=0.5)
-    assert device_memory(XPU).free() == 5 * GIB
-    given(monkeypatch, torch.xpu, get_per_process_memory_fraction=None)
-    assert device_memory(XPU).free() == 11 * GIB
-
-
-def test_xpu_that_does_not_say_what_is_free(xpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, torch.xpu, mem_get_info=UNTOLD)
-    assert device_memory(XPU).free() == 13 * GIB, "all that this process has not taken"
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_xpu_within_a_processor(
-    xpu: SimpleNamespace, host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
-    given(monkeypatch, torch.xpu, mem_get_info=UNTOLD)
-    xpu.is_integrated_gpu = True
-    if not known:
+@pytest.mark.parametrize(("figures", "integrated", "available", "free"), SIZES)
+def test_what_is_free_on_xpu(
+    figures: dict[str, Any], integrated: bool | None, available: int, free: int,
+    xpu: SimpleNamespace, host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    given(monkeypatch, torch.xpu, **figures)
+    host.available, xpu.is_integrated_gpu = available * GIB, integrated
+    if integrated is None:
         del xpu.is_integrated_gpu
-    assert device_memory(XPU).free() == 13 * GIB
-    host.available = 2 * GIB
-    assert device_memory(XPU).free() == 3 * GIB, "the host has no more"
-    assert device_memory(XPU).share == 0.5, "other programs need it, too"
+    memory = device_memory(XPU)
+    assert memory.free() == free * GIB
+    assert memory.used() == MemoryUse(3 * GIB, 4 * GIB) and memory.taken_at_once
+    assert memory.share == (0.9 if integrated is False else 0.5), "other programs need the host's memory, too"
 
 
 def test_a_lost_xpu_is_no_xpu_that_says_nothing(xpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,17 +40,17 @@ def check(model: Any, sources: list[int | None]) -> None:
     assert len(set(map(tuple, result.token_ids))) == len(PROMPTS)
 
 
-def test_gemma4_with_shared_k_and_v() -> None:
-    check(with_images("gemma4", "gemma4_shared"), [None, None, None, 1, 2])
-
-
-def test_gemma4_whose_images_are_seen_both_ways() -> None:
-    check(with_images("gemma4", "gemma4", use_bidirectional_attention="vision"), [None] * 3)
-
-
-def test_gemma4_unified() -> None:
-    """Its masks look up which tokens belong to an image; the pass that asks about them has two tokens."""
-    check(with_images("gemma4_unified", "gemma4"), [None] * 3)
+@pytest.mark.parametrize(
+    ("kind", "text", "fields", "sources"),
+    [
+        ("gemma4", "gemma4_shared", {}, [None, None, None, 1, 2]),
+        ("gemma4", "gemma4", {"use_bidirectional_attention": "vision"}, [None] * 3),  # images are seen both ways
+        # Its masks look up which tokens belong to an image; the pass that asks about them has two tokens.
+        ("gemma4_unified", "gemma4", {}, [None] * 3),
+    ],
+)
+def test_gemma4(kind: str, text: str, fields: dict[str, Any], sources: list[int | None]) -> None:
+    check(with_images(kind, text, **fields), sources)
 
 
 def test_gemma3n(monkeypatch: pytest.MonkeyPatch) -> None:

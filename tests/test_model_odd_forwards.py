@@ -82,36 +82,27 @@ class LastPlaceOnly(nn.Module):
         return self.head(states[:, -1:])
 
 
-def with_such_a_head() -> Any:
-    model = FAMILIES["llama"]()
-    model.lm_head = LastPlaceOnly(model.lm_head)
-    return model
+def drops_the_rows_asked_for(module: nn.Module, args: Any, more: dict[str, Any]) -> Any:
+    return args, {name: value for name, value in more.items() if name != "logits_to_keep"}
 
 
-def with_a_hook_on_its_head() -> Any:
-    model = FAMILIES["llama"]()
-    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:],))
-    return model
-
-
-def with_a_hook_that_drops_the_rows_asked_for() -> Any:
-    model = FAMILIES["llama"]()
-
-    def drop(module: nn.Module, args: Any, more: dict[str, Any]) -> Any:
-        return args, {name: value for name, value in more.items() if name != "logits_to_keep"}
-
-    model.register_forward_pre_hook(drop, with_kwargs=True)
-    return model
+ROWS_LEFT_OUT: dict[str, Callable[[Any], object]] = {
+    "by a head": lambda model: setattr(model, "lm_head", LastPlaceOnly(model.lm_head)),
+    "by a hook on it": lambda model: model.lm_head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:],)),
+    "by a hook": lambda model: model.register_forward_pre_hook(drops_the_rows_asked_for, with_kwargs=True),
+}
 
 
 @pytest.mark.filterwarnings("ignore:there are hooks")
-@pytest.mark.parametrize("made", [with_such_a_head, with_a_hook_on_its_head, with_a_hook_that_drops_the_rows_asked_for])
-def test_rows_of_logits_that_were_not_asked_for_are_refused(made: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("how", ROWS_LEFT_OUT)
+def test_rows_of_logits_that_were_not_asked_for_are_refused(how: str) -> None:
+    model = FAMILIES["llama"]()
+    ROWS_LEFT_OUT[how](model)
     says = r"rows of logits for|rows of logits where \d were asked for|does not give the logits of those places"
     with pytest.raises(UnsupportedModelError, match=says):
-        tokens(BatchGenerator(made()))
+        tokens(BatchGenerator(model))
     with pytest.raises(UnsupportedModelError, match=says):
-        BatchGenerator(made()).score([[5, 6, 7]], [[[8, 9, 10]]])
+        BatchGenerator(model).score([[5, 6, 7]], [[[8, 9, 10]]])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

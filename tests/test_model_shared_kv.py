@@ -143,24 +143,21 @@ def states(fill: float = 0.0) -> torch.Tensor:  # [1, kv_heads, tokens, dim]
     return torch.full((1, 2, 3, 4), fill)
 
 
-def test_the_same_tensors_are_another_layers_and_equal_ones_are_not() -> None:
-    given, first, later, kind = GivenKV(), nn.Identity(), nn.Identity(), torch.float32
-    k, v = states(), states()
-    assert given.source(first, k, v, kind) is None
-    assert given.source(later, k, v, kind) is first
-    assert given.source(later, k.clone(), v, kind) is None, "equal numbers in other memory"
-    assert given.source(later, k, v.clone(), kind) is None, "the same K with a V of its own"
-
-
-def test_tensors_that_were_written_to_are_new_ones() -> None:
-    given, first, later, kind = GivenKV(), nn.Identity(), nn.Identity(), torch.float32
-    k, v = states(), states()
-    given.source(first, k, v, kind)
-    k.add_(1)
-    assert given.source(later, k, v, kind) is None
-    v.add_(1)
-    assert given.source(nn.Identity(), k, v, kind) is None
-    assert given.source(nn.Identity(), k, v, torch.bfloat16) is None, "it would read what was kept in another type"
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        (lambda k, v: (k, v, torch.float32), True),
+        (lambda k, v: (k.clone(), v, torch.float32), False),  # equal numbers in other memory
+        (lambda k, v: (k, v.clone(), torch.float32), False),  # the same K with a V of its own
+        (lambda k, v: (k.add_(1), v, torch.float32), False),  # written to
+        (lambda k, v: (k, v.add_(1), torch.float32), False),
+        (lambda k, v: (k, v, torch.bfloat16), False),  # it would read what was kept in another type
+    ],
+)
+def test_the_same_tensors_are_another_layers_and_no_others(change: Any, shared: bool) -> None:
+    given, first, k, v = GivenKV(), nn.Identity(), states(), states()
+    assert given.source(first, k, v, torch.float32) is None
+    assert given.source(nn.Identity(), *change(k, v)) is (first if shared else None)
 
 
 def test_a_place_in_memory_that_is_used_again_is_not_mistaken() -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, ConfigError
 from hf_batchllm.model.batch_builder import BatchBuilder
-from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels
+from hf_batchllm.model.triton_attention import SHORT_CHUNK
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
 
@@ -91,14 +92,12 @@ class TestWithTwins:
                 assert_parity("llama", prompts, result, NEW_TOKENS)
 
     def test_a_layer_that_the_kernels_cannot_do_runs_in_torch_and_that_is_said(self, twins: dict[str, Any]) -> None:
-        def unsupported(*shape: Any) -> str:
-            return "heads of these dims are too odd"
-
-        twins["kernels"] = AttentionKernels(**(vars(TWINS) | {"unsupported": unsupported}))
+        """Once, at the caller's line."""
+        twins["kernels"] = replace(TWINS, unsupported=lambda *shape: "heads of these dims are too odd")
         prompts = mixed_prompts(2)
         with pytest.warns(UserWarning, match="LlamaAttention runs in plain PyTorch.*too odd") as warned:
-            result = generate("llama", prompts, page_size=16)
-        assert len(warned) == 1
+            result = BatchGenerator(build("llama"), page_size=16).generate(prompts, max_new_tokens=NEW_TOKENS)
+        assert [Path(each.filename).name for each in warned] == [Path(__file__).name]
         assert_parity("llama", prompts, result, NEW_TOKENS)
         assert not twins["lists"]
 
@@ -110,7 +109,7 @@ class TestWithTwins:
             asked.append(shape)
             return "odd" if len(asked) == 1 else None
 
-        twins["kernels"] = AttentionKernels(**(vars(TWINS) | {"unsupported": unsupported}))
+        twins["kernels"] = replace(TWINS, unsupported=unsupported)
         prompts = mixed_prompts(1)
         with pytest.warns(UserWarning, match="odd"):
             result = generate("laguna", prompts, page_size=16)
@@ -132,7 +131,7 @@ class TestWithTwins:
             chunked.append(int(work.items[: int(work.count), 1].sum()))
             attend_chunks(q, k, v, out, work, *rest, **options)
 
-        twins["kernels"] = AttentionKernels(**(vars(TWINS) | {"attend_chunks": noted_chunks}))
+        twins["kernels"] = replace(TWINS, attend_chunks=noted_chunks)
         result = generate("llama", prompts, page_size=16, min_shared_tokens=1)
         assert_parity("llama", prompts, result, NEW_TOKENS)
         first = twins["lists"][0]
@@ -177,15 +176,6 @@ def test_a_page_size_that_the_kernels_cannot_do_is_refused() -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     with pytest.raises(ConfigError, match="`page_size` of 16, 32, 64 or 128, not 100"):
         BatchGenerator(build("llama"), backend="triton", page_size=100)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
-def test_the_fallback_is_said_at_the_callers_line(twins: dict[str, Any]) -> None:
-    twins["kernels"] = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "odd"}))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        BatchGenerator(build("llama")).generate([[1, 2, 3]], max_new_tokens=2, progress=False)
-    assert [Path(each.filename).name for each in warned] == [Path(__file__).name]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")
