@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +17,21 @@ from hf_batchllm.kernels.work_lists import Ranges
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
 
+import attention_libraries as libraries
 import attention_rivals as rivals
 import calibrate_attention as calibrate
 from attention import (
     EVERY,
     NEVER,
     PAGE,
-    DecodeBatch,
-    PrefillBatch,
+    Batch,
     Problem,
-    Unfit,
+    decode_batch,
+    decode_of,
     floor_ms,
     operations,
-    repage,
+    prefill_batch,
+    reference,
     unique_bytes,
 )
 
@@ -50,7 +54,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hk,khd->hd", weights, v)
 
 
-def attend_slots(batch: DecodeBatch | PrefillBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend_slots(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     k, v = k.flatten(0, 1), v.flatten(0, 1)
     out = []
     for slots, rows in zip(batch.slots, batch.readers.rows, strict=True):
@@ -78,43 +82,50 @@ def attend_ranges(
     return torch.stack(out)
 
 
-def small_random() -> DecodeBatch:
+def small_random() -> Batch:
     """A mix that is cheap to attend to."""
-    return DecodeBatch("mix", np.array([3, 1, 5]), np.array([130, 64, 17]), np.arange(20, 29))
+    return decode_of("mix", np.array([3, 1, 5]), np.array([130, 64, 17]), np.arange(20, 29))
+
+
+def own(batch: Batch) -> np.ndarray:
+    return batch.tokens[1 + len(batch.degrees) :]
 
 
 def test_a_batch_is_what_its_notation_says() -> None:
-    batch = DecodeBatch.parse("16x8:2000+250")
+    batch = decode_batch("16x8:2000+250")
     assert batch.total_rows == 128 and set(batch.lengths) == {2250} and batch.unique_tokens == 16 * 2000 + 128 * 250
     assert str(batch) == "16x8:2000+250" and batch.shares
-    outer = DecodeBatch.parse("2000/3x2:100+10")
+    outer = decode_batch("2000/3x2:100+10")
     assert set(outer.lengths) == {2110} and outer.unique_tokens == 2000 + 300 + 60
-    ragged = DecodeBatch.parse("16x8:2000+250~")
-    assert ragged.shared.min() >= 400 and ragged.shared.max() <= 3600 and len(np.unique(ragged.own)) > 50
-    assert not DecodeBatch.parse("256x1:0+1024").shares
+    ragged = decode_batch("16x8:2000+250~")
+    assert ragged.prefixes.min() >= 400 and ragged.prefixes.max() <= 3600 and len(np.unique(own(ragged))) > 50
+    assert not decode_batch("256x1:0+1024").shares
 
 
 def test_a_random_mix_covers_its_ranges_and_repeats() -> None:
-    mix = DecodeBatch.parse("random:40")
-    assert len(mix.degrees) == len(mix.shared) == 40 and len(mix.own) == mix.degrees.sum()
-    assert mix.degrees.min() >= 1 and mix.degrees.max() <= 64 and np.ptp(mix.degrees) > 40
-    assert mix.shared.min() >= 100 and mix.shared.max() <= 8000 and np.ptp(mix.shared) > 5000
-    assert mix.own.min() >= 20 and mix.own.max() <= 500
-    assert np.array_equal(mix.lengths, DecodeBatch.parse("random:40").lengths)
-    assert not np.array_equal(mix.degrees, DecodeBatch.parse("random:40@1").degrees)
+    mix = decode_batch("random:40")
+    assert len(mix.degrees) == len(mix.prefixes) == 40 and len(own(mix)) == mix.degrees.sum()
+    for drawn, least, most, spread in (
+        (mix.degrees, 1, 64, 40),
+        (mix.prefixes, 100, 8000, 5000),
+        (own(mix), 20, 500, 0),
+    ):
+        assert drawn.min() >= least and drawn.max() <= most and np.ptp(drawn) > spread
+    assert np.array_equal(mix.lengths, decode_batch("random:40").lengths)
+    assert not np.array_equal(mix.degrees, decode_batch("random:40@1").degrees)
 
 
 @pytest.mark.parametrize("text", ["", "16x16", "16x16:2000", "random", "random:", "random:4+1", "/3x2:1+1", "4x2048"])
 def test_what_is_no_batch_is_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="GROUPSxROWS"):
-        DecodeBatch.parse(text)
+        decode_batch(text)
     with pytest.raises(ArgumentTypeError, match="CHUNKSxROWS"):
-        PrefillBatch.parse("8x" + text)
+        prefill_batch("8x" + text)
 
 
 @pytest.mark.parametrize("text", SMALL)
 def test_tokens_and_pairs_are_those_that_the_rows_read(text: str) -> None:
-    batch = DecodeBatch.parse(text)
+    batch = decode_batch(text)
     seen = [set(slots) for slots in batch.slots]
     assert [len(each) for each in seen] == batch.lengths.tolist(), "a row meets a slot twice"
     assert batch.pairs == sum(map(len, seen))
@@ -122,16 +133,17 @@ def test_tokens_and_pairs_are_those_that_the_rows_read(text: str) -> None:
     assert max(set().union(*seen)) < batch.pages * PAGE
 
 
-@pytest.mark.parametrize("text", ["3x70", "2x100+3x20", "1x33@90", "2x70+1x40@10"])
-def test_a_prompt_sees_its_prefix_and_itself_as_far_as_each_row(text: str) -> None:
-    batch = PrefillBatch.parse(text)
+@pytest.mark.parametrize(
+    ("text", "first"), [("3x70", {0}), ("2x100+3x20", {0, 100}), ("1x33@90", {90}), ("2x70+1x40@10", {10, 80})]
+)
+def test_a_prompt_sees_its_prefix_and_itself_as_far_as_each_row(text: str, first: set[int]) -> None:
+    batch = prefill_batch(text)
     assert str(batch) == text
     seen = [slots[: len(slots) - rows + 1 + row] for slots, rows in zip(batch.slots, batch.readers.rows, strict=True)
             for row in range(rows)]  # fmt: skip
     assert len(seen) == batch.total_rows and sum(map(len, seen)) == batch.pairs
     assert len(set().union(*seen)) == batch.unique_tokens
-    first = [span[1] for span in batch.spans]
-    assert first == [len(slots) - rows for slots, rows in zip(batch.slots, batch.readers.rows, strict=True)]
+    assert set(batch.lengths - batch.readers.rows) == first
 
 
 def test_the_floor_is_the_larger_of_reading_and_computing() -> None:
@@ -147,7 +159,7 @@ def test_the_floor_is_the_larger_of_reading_and_computing() -> None:
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("text", [*SMALL[:-1], "mix"])
 def test_ranges_give_each_row_all_that_it_sees(text: str, gates: tuple[float, float]) -> None:
-    batch = small_random() if text == "mix" else DecodeBatch.parse(text)
+    batch = small_random() if text == "mix" else decode_batch(text)
     q, k, v = tensors(batch.pages, batch.total_rows)
     found = attend_ranges(batch.ranges(*gates), batch.lengths, q, k, v)
     torch.testing.assert_close(found, attend_slots(batch, q, k, v))
@@ -155,21 +167,21 @@ def test_ranges_give_each_row_all_that_it_sees(text: str, gates: tuple[float, fl
 
 def test_gates_choose_the_segments() -> None:
     def segments(text: str, *gates: float) -> int:
-        ranges = DecodeBatch.parse(text).ranges(*gates)
+        ranges = decode_batch(text).ranges(*gates)
         return int((ranges.row_end - ranges.row_begin > 1).sum())
 
     assert segments("3x4:200+30", EVERY, EVERY) == 3
     assert segments("3x4:200+30", NEVER, NEVER) == 0
     assert segments("150/2x3:70+9", EVERY, EVERY) == 3
     assert segments("150/2x3:70+9", EVERY, NEVER) == 1, "what all rows share stays a segment"
-    ones = DecodeBatch.parse("4x1:300+30").ranges(EVERY, EVERY)
+    ones = decode_batch("4x1:300+30").ranges(EVERY, EVERY)
     assert len(ones.row_begin) == 4, "a row alone reads its prefix with what it owns"
 
 
 @pytest.mark.parametrize("size", [16, 128])
-@pytest.mark.parametrize("batch", [small_random(), DecodeBatch.parse("2x3:100+30~"), PrefillBatch.parse("2x50+2x20")])
-def test_other_pages_hold_the_same(batch: DecodeBatch | PrefillBatch, size: int) -> None:
-    paging = repage(batch.slots, size)
+@pytest.mark.parametrize("batch", [small_random(), decode_batch("2x3:100+30~"), prefill_batch("2x50+2x20")])
+def test_other_pages_hold_the_same(batch: Batch, size: int) -> None:
+    paging = rivals.repage(batch.slots, size)
     for i, slots in enumerate(batch.slots):
         mine = paging.source[paging.page[paging.begin[i] : paging.begin[i + 1]]].ravel()
         assert np.array_equal(mine[: len(mine) - size + paging.last[i]], slots)
@@ -177,81 +189,88 @@ def test_other_pages_hold_the_same(batch: DecodeBatch | PrefillBatch, size: int)
 
 
 def test_prefixes_are_shared_there_as_far_as_their_pages_are_full() -> None:
-    paging = repage(DecodeBatch.parse("2x3:100+30").slots, 16)
+    paging = rivals.repage(decode_batch("2x3:100+30").slots, 16)
     assert len(paging.source) == 2 * (6 + 3 * 3)  # 6 full pages of a prefix; 4 + 30 tokens for each row
 
 
-def problem(batch: DecodeBatch | PrefillBatch) -> Problem:
+def problem(batch: Batch) -> Problem:
     q, k, v = tensors(batch.pages, batch.total_rows)
-    want = attend_slots(batch, q, k, v)
-    decode = (batch.outer + batch.shared, batch.degrees) if isinstance(batch, DecodeBatch) else ()
     pair = (k.float(), v.float())
-    return Problem(q.float(), [pair, pair], want, batch.slots, batch.readers.rows, *decode)
+    return Problem(batch, q.float(), [pair, pair], attend_slots(batch, q, k, v))
+
+
+@pytest.mark.parametrize("text", ["3x4:200+30~", "150/2x3:70+9", "2x50+2x20", "1x40@90"])
+def test_what_results_are_checked_against(text: str) -> None:
+    given = problem(decode_batch(text) if ":" in text else prefill_batch(text))
+    found = reference(given.batch, given.q, *given.caches[0], None)
+    torch.testing.assert_close(found.double(), given.want, rtol=1e-4, atol=1e-5)
+    near = reference(given.batch, given.q, *given.caches[0], 50)
+    last, slots = len(near) - 1, torch.from_numpy(given.batch.slots[-1][-50:])
+    k, v = (each.flatten(0, 1)[slots] for each in given.caches[0])
+    torch.testing.assert_close(near[last], attend(given.q[last], k, v), rtol=1e-4, atol=1e-5)
+
+
+PLAIN, RAGGED, PROMPTS = decode_batch("2x3:70+20"), small_random(), prefill_batch("2x40")
+MATH = SDPBackend.MATH
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("way", "batch"),
     [
-        rivals.flash_decode(True),
-        rivals.flash_decode(False),
-        rivals.padded_decode(SDPBackend.MATH, True),
-        rivals.flex_decode(),
+        (partial(rivals.flash_decode, packed=True), PLAIN),
+        (partial(rivals.flash_decode, packed=False), PLAIN),
+        (partial(rivals.padded_decode, backend=MATH, packed=True), PLAIN),
+        (partial(rivals.padded_decode, backend=MATH, packed=False), RAGGED),
+        (rivals.flex_decode, PLAIN),
+        (rivals.flex_decode, RAGGED),
+        (partial(rivals.sdpa_prefill, backend=MATH), PROMPTS),
+        (rivals.flex_prefill, PROMPTS),
     ],
 )
-def test_rivals_in_torch_solve_a_plain_batch(make: rivals.Make) -> None:
-    given = problem(DecodeBatch.parse("2x3:70+20"))
-    for step in make(given):
-        rivals.check(given, step())
-
-
-@pytest.mark.parametrize("make", [rivals.padded_decode(SDPBackend.MATH, False), rivals.flex_decode()])
-def test_rivals_in_torch_solve_rows_of_several_lengths(make: rivals.Make) -> None:
-    given = problem(small_random())
-    rivals.check(given, make(given)[0]())
-
-
-@pytest.mark.parametrize("make", [rivals.sdpa_prefill(SDPBackend.MATH), rivals.flex_prefill])
-def test_rivals_in_torch_solve_prompts(make: rivals.Make) -> None:
-    given = problem(PrefillBatch.parse("2x40"))
-    rivals.check(given, make(given)[0]())
-    with pytest.raises(Unfit, match="one length"):
-        make(problem(PrefillBatch.parse("1x40@9")))
+def test_rivals_in_torch_solve_batches(way: rivals.Way, batch: Batch) -> None:
+    given = problem(batch)
+    step, pairs = way(given)
+    for pair in pairs:
+        given.check(step(*pair))
+    if batch is PROMPTS:
+        with pytest.raises(rivals.Unfit, match="one length"):
+            way(problem(prefill_batch("1x40@9")))
 
 
 def test_a_cascade_meets_prefix_pages_and_rows_pages() -> None:
     given = problem(small_random())
-    paging = repage(given.slots, 16)
-    shared, own = rivals.cascade_levels(given, paging)
+    paging = rivals.repage(given.batch.slots, 16)
+    shared, own = libraries.cascade_levels(given, paging)
     assert shared[0].tolist() == [0, 3, 4, 9] and np.diff(shared[1]).tolist() == [8, 4, 1]
-    for row, slots in enumerate(given.slots):
+    for row, slots in enumerate(given.batch.slots):
         group = np.searchsorted(shared[0], row, side="right") - 1
         pages = [*shared[2][shared[1][group] : shared[1][group + 1]], *own[2][own[1][row] : own[1][row + 1]]]
         assert np.array_equal(paging.source[pages].ravel()[: len(slots)], slots)
 
 
 def test_rivals_are_chosen_by_name_and_missing_ones_named() -> None:
-    names, missing = rivals.chosen("all", rivals.DECODE)
+    names, missing = libraries.chosen("all", libraries.DECODE)
     assert {"sdpa-flash", "sdpa-cudnn", "flex"} <= set(names) and not set(names) & set(missing)
-    assert set(names) | set(missing) == set(rivals.DECODE)
-    assert rivals.chosen("none", rivals.DECODE) == ([], [])
-    names, missing = rivals.chosen("flashinfer", rivals.DECODE)
+    assert set(names) | set(missing) == set(libraries.DECODE)
+    assert libraries.chosen("none", libraries.DECODE) == ([], [])
+    names, missing = libraries.chosen("flashinfer", libraries.DECODE)
     assert {*names, *missing} == {"flashinfer", "cascade"}
     with pytest.raises(SystemExit, match="no flesh; there are sdpa-flash"):
-        rivals.chosen("flesh", rivals.DECODE)
+        libraries.chosen("flesh", libraries.DECODE)
 
 
 def test_a_rival_that_fails_says_why_in_a_line() -> None:
-    def broken(given: Problem) -> list[rivals.Step]:
+    def broken(given: Problem) -> Any:
         raise RuntimeError("no kernel\nfor this card")
 
-    def wrong(given: Problem) -> list[rivals.Step]:
-        return [lambda: torch.zeros_like(given.q)]
+    def wrong(given: Problem) -> Any:
+        return lambda k, v: torch.zeros_like(given.q), given.caches
 
-    given = problem(DecodeBatch.parse("1x2:0+9"))
+    given = problem(decode_batch("1x2:0+9"))
     outcome = rivals.time_rival({"one way": broken, "another": wrong}, given, 1)
     assert str(outcome) == "failed" and outcome.notes[0] == "one way: RuntimeError: no kernel / for this card"
     assert "its result is wrong: relative error 1.0" in outcome.notes[1]
-    outcome = rivals.time_rival({"causal": rivals.flex_prefill}, problem(PrefillBatch.parse("1x8@3")), 1)
+    outcome = rivals.time_rival({"causal": rivals.flex_prefill}, problem(prefill_batch("1x8@3")), 1)
     assert str(outcome) == "-" and outcome.unfit
 
 

@@ -1,4 +1,4 @@
-"""Attention problems: how batches are written, which rows read which tokens, their floor, and forms for others.
+"""Attention problems: how batches are written, which rows read which tokens, their floor, and their inputs.
 
 Decode, one token for each row: ``16x16:2000+250`` is groups x rows : tokens that a group shares + own tokens of each
 row. A ``~`` at the end draws each of these lengths between 0.2 and 1.8 times as much. ``2000/32x8:100+250`` puts 2,000
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import common
 import numpy as np
@@ -31,6 +32,7 @@ from hf_batchllm.kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_c
 from hf_batchllm.kernels.work_lists import Chunks, Ranges
 
 PAGE = 64
+TOLERANCE = 8e-3  # bfloat16 weights and output against float32
 EVERY, NEVER = 1e-9, np.inf  # gates that make every shared prefix a segment, and none
 
 
@@ -47,147 +49,42 @@ def floor_ms(moved: int, computed: int, copy: float, matmul: float) -> float:
     return 1e3 * max(moved / copy, computed / matmul)
 
 
-def slots_of(chunks: Chunks, ends: np.ndarray) -> list[np.ndarray]:
-    """The slots of the cache that each reader's last row sees, in order of position."""
-    at = np.arange(PAGE)
-    found = []
-    for i, end in enumerate(ends):
-        mine = slice(chunks.page_begin[i], chunks.page_begin[i + 1])
-        seen = (at < chunks.tokens[mine, None]) & (chunks.first[mine, None] + at < end)
-        found.append((chunks.page[mine, None] * PAGE + at)[seen])
-    return found
-
-
-def _scattered(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pages scattered over the cache for units of ``tokens`` tokens: where each unit's pages begin, and the pages."""
-    pages = -(-tokens // PAGE)
-    begin = np.concatenate([[0], np.cumsum(pages)])
-    return begin, np.random.default_rng(0).permutation(int(begin[-1]))
-
-
 @dataclass(frozen=True)
-class DecodeBatch:
-    name: str
-    degrees: np.ndarray  # [groups]  rows of each
-    shared: np.ndarray  # [groups]  tokens
-    own: np.ndarray  # [rows]  tokens
-    outer: int = 0  # tokens that all rows share
+class Batch:
+    """Query rows over units of tokens, whose pages lie scattered over the cache."""
 
-    @classmethod
-    def parse(cls, text: str) -> DecodeBatch:
-        if drawn := re.fullmatch(r"random:(\d+)(?:@(\d+))?", text):
-            rng = np.random.default_rng(int(drawn[2] or 0))
-            groups = int(drawn[1])
-            degrees, shared = rng.integers(1, 65, groups), rng.integers(100, 8001, groups)
-            return cls(text, degrees, shared, rng.integers(20, 501, int(degrees.sum())))
-        found = re.fullmatch(r"(?:(\d+)/)?(\d+)x(\d+):(\d+)\+(\d+)(~?)", text)
-        if not found:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not GROUPSxROWS:SHARED+OWN, with OUTER/ before or ~ after it, or random:GROUPS[@SEED]"
-            )
-        outer, groups, rows, shared, own = (int(number or 0) for number in found.groups()[:5])
-        spread = np.random.default_rng(1).uniform(0.2, 1.8, groups + groups * rows)
-        if not found[6]:
-            spread[:] = 1
-        return cls(
-            text,
-            np.full(groups, rows),
-            (spread[:groups] * shared).astype(np.int64),
-            np.maximum(1, spread[groups:] * own).astype(np.int64),
-            outer,
-        )
+    name: str
+    tokens: np.ndarray  # [units]
+    base: np.ndarray  # [units]  the unit before each, or -1
+    start: np.ndarray  # [units]  position of its first token
+    readers: Readers
+    prefixes: np.ndarray  # [groups]  tokens that all readers of a group see, in a decode batch
+    degrees: np.ndarray  # [groups]  readers
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def total_rows(self) -> int:
-        return len(self.own)
+        return int(self.readers.rows.sum())
 
     @property
     def shares(self) -> bool:
-        return bool(self.outer or ((self.degrees > 1) & (self.shared > 0)).any())
+        return bool(((self.degrees > 1) & (self.prefixes > 0)).any())
 
-    @cached_property
-    def lengths(self) -> np.ndarray:  # [rows]
-        return self.outer + np.repeat(self.shared, self.degrees) + self.own
+    @property
+    def lengths(self) -> np.ndarray:  # [readers]
+        return self.readers.end
 
     @property
     def unique_tokens(self) -> int:
-        return self.outer + int(self.shared.sum() + self.own.sum())
-
-    @property
-    def pairs(self) -> int:
-        """(row, key) pairs."""
-        return int(self.lengths.sum())
-
-    @property
-    def pages(self) -> int:
-        return len(self.units.page)
-
-    @cached_property
-    def units(self) -> Units:
-        """One unit for all rows, one for each group, and one for each row."""
-        groups = len(self.degrees)
-        page_begin, page = _scattered(np.concatenate([[self.outer], self.shared, self.own]))
-        on_group = 1 + np.repeat(np.arange(groups), self.degrees)
-        return Units(
-            base=np.concatenate([[-1], np.full(groups, 0 if self.outer else -1), on_group]),
-            start=np.concatenate([[0], np.full(groups, self.outer), self.lengths - self.own]),
-            page_begin=page_begin,
-            page=page,
-        )
-
-    @cached_property
-    def readers(self) -> Readers:
-        row = np.arange(self.total_rows)
-        return Readers(1 + len(self.degrees) + row, row, np.ones_like(row), self.lengths)
-
-    @cached_property
-    def slots(self) -> list[np.ndarray]:
-        return slots_of(make_chunks(self.units, self.readers, page_size=PAGE), self.lengths)
-
-    def ranges(self, gate: float = GATE, gate_merged: float = GATE_MERGED, window: int | None = None) -> Ranges:
-        return make_ranges(self.units, self.readers, page_size=PAGE, window=window, gate=gate, gate_merged=gate_merged)
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    chunks: int
-    rows: int
-    members: int = 0  # readers of each chunk, as their prefix
-    member_rows: int = 0
-    earlier: int = 0  # tokens before each chunk
-
-    @classmethod
-    def parse(cls, text: str) -> PrefillBatch:
-        found = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+)x(\d+))?(?:@(\d+))?", text)
-        if not found:
-            raise argparse.ArgumentTypeError(f"{text!r} is not CHUNKSxROWS, with +MEMBERSxROWS or @EARLIER after it")
-        return cls(*(int(number or 0) for number in found.groups()))
-
-    def __str__(self) -> str:
-        members = f"+{self.members}x{self.member_rows}" if self.members else ""
-        return f"{self.chunks}x{self.rows}{members}" + (f"@{self.earlier}" if self.earlier else "")
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """(rows, position of the first row) for each reader, chunks first."""
-        upper = self.earlier + self.rows
-        return [(self.rows, self.earlier)] * self.chunks + [(self.member_rows, upper)] * (self.chunks * self.members)
-
-    @property
-    def total_rows(self) -> int:
-        return sum(rows for rows, _ in self.spans)
+        return int(self.tokens.sum())
 
     @property
     def pairs(self) -> int:
         """(row, key) pairs that causality needs."""
-        return sum(rows * first + rows * (rows + 1) // 2 for rows, first in self.spans)
-
-    @property
-    def unique_tokens(self) -> int:
-        return self.chunks * self.earlier + self.total_rows
+        rows = self.readers.rows
+        return int((rows * (self.lengths - rows) + rows * (rows + 1) // 2).sum())
 
     @property
     def pages(self) -> int:
@@ -195,17 +92,9 @@ class PrefillBatch:
 
     @cached_property
     def units(self) -> Units:
-        upper = self.earlier + self.rows
-        members = np.repeat(np.arange(self.chunks), self.members)  # the chunk of each member
-        tokens = np.concatenate([np.full(self.chunks, upper), np.full(len(members), self.member_rows)])
-        start = np.concatenate([np.zeros(self.chunks, dtype=np.int64), np.full(len(members), upper)])
-        page_begin, page = _scattered(tokens)
-        return Units(np.concatenate([np.full(self.chunks, -1), members]), start, page_begin, page)
-
-    @cached_property
-    def readers(self) -> Readers:
-        rows, first = np.array(self.spans, dtype=np.int64).T
-        return Readers(np.arange(len(rows)), np.cumsum(rows) - rows, rows, first + rows)
+        begin = np.concatenate([[0], np.cumsum(-(-self.tokens // PAGE))])
+        page = np.random.default_rng(0).permutation(int(begin[-1]))
+        return Units(base=self.base, start=self.start, page_begin=begin, page=page)
 
     @cached_property
     def layout(self) -> Chunks:
@@ -213,57 +102,88 @@ class PrefillBatch:
 
     @cached_property
     def slots(self) -> list[np.ndarray]:
-        return slots_of(self.layout, self.readers.end)
+        """The slots of the cache that each reader's last row sees, in order of position."""
+        chunks, at, found = self.layout, np.arange(PAGE), []
+        for i, end in enumerate(self.lengths):
+            mine = slice(chunks.page_begin[i], chunks.page_begin[i + 1])
+            seen = (at < chunks.tokens[mine, None]) & (chunks.first[mine, None] + at < end)
+            found.append((chunks.page[mine, None] * PAGE + at)[seen])
+        return found
+
+    def ranges(self, gate: float = GATE, gate_merged: float = GATE_MERGED, window: int | None = None) -> Ranges:
+        return make_ranges(self.units, self.readers, page_size=PAGE, window=window, gate=gate, gate_merged=gate_merged)
 
 
-@dataclass(frozen=True)
-class Paging:
-    """The same K and V in the pages of other libraries, where only the last page of a reader may be partly filled.
-
-    If a prefix ends inside a page, each reader has a page of its own there.
-    """
-
-    source: np.ndarray  # [pages, size]  the slot that each place is a copy of
-    page: np.ndarray  # a reader's pages are [begin[i], begin[i + 1])
-    begin: np.ndarray  # [readers + 1]
-    last: np.ndarray  # [readers]  tokens in the last page
-
-
-def repage(slots: Sequence[np.ndarray], size: int) -> Paging:
-    lengths = np.array([len(each) for each in slots])
-    pages = -(-lengths // size)
-    filled = np.concatenate([np.append(each, np.repeat(each[-1:], -len(each) % size)) for each in slots])
-    places = filled.reshape(-1, size)
-    # Readers of the same first and last slot read the same page.
-    key = places[:, 0] * (int(filled.max()) + 1) + places[:, -1]
-    _, example, page = np.unique(key, return_index=True, return_inverse=True)
-    number = np.random.default_rng(2).permutation(len(example))
-    source = np.empty((len(example), size), dtype=np.int64)
-    source[number] = places[example]
-    return Paging(source, number[page], np.concatenate([[0], np.cumsum(pages)]), lengths - (pages - 1) * size)
+def decode_of(name: str, degrees: np.ndarray, shared: np.ndarray, own: np.ndarray, outer: int = 0) -> Batch:
+    """One unit for all rows (``outer`` tokens), one for each group (degrees, shared), one for each row (own)."""
+    groups, row = len(degrees), np.arange(len(own))
+    lengths = outer + np.repeat(shared, degrees) + own
+    return Batch(
+        name=name,
+        tokens=np.concatenate([[outer], shared, own]),
+        base=np.concatenate([[-1], np.full(groups, 0 if outer else -1), 1 + np.repeat(np.arange(groups), degrees)]),
+        start=np.concatenate([[0], np.full(groups, outer), lengths - own]),
+        readers=Readers(1 + groups + row, row, np.ones_like(row), lengths),
+        prefixes=outer + shared,
+        degrees=degrees,
+    )
 
 
-GATHERED_BYTES = 1 << 30  # of K and V that a graph goes over: more than the L2 cache holds
-Step = Callable[[], torch.Tensor]  # [rows, heads, dim]
+def decode_batch(text: str) -> Batch:
+    if drawn := re.fullmatch(r"random:(\d+)(?:@(\d+))?", text):
+        rng, groups = np.random.default_rng(int(drawn[2] or 0)), int(drawn[1])
+        degrees, shared = rng.integers(1, 65, groups), rng.integers(100, 8001, groups)
+        return decode_of(text, degrees, shared, rng.integers(20, 501, int(degrees.sum())))
+    found = re.fullmatch(r"(?:(\d+)/)?(\d+)x(\d+):(\d+)\+(\d+)(~?)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not GROUPSxROWS:SHARED+OWN, with OUTER/ before or ~ after it, or random:GROUPS[@SEED]"
+        )
+    outer, groups, rows, shared, own = (int(number or 0) for number in found.groups()[:5])
+    spread = np.random.default_rng(1).uniform(0.2, 1.8, groups + groups * rows)
+    if not found[6]:
+        spread[:] = 1
+    of_groups, of_rows = spread[:groups] * shared, np.maximum(1, spread[groups:] * own)
+    return decode_of(text, np.full(groups, rows), of_groups.astype(np.int64), of_rows.astype(np.int64), outer)
 
 
-class Unfit(Exception):
-    """Raised for a problem that a rival is not made for."""
+def prefill_batch(text: str) -> Batch:
+    found = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+)x(\d+))?(?:@(\d+))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not CHUNKSxROWS, with +MEMBERSxROWS or @EARLIER after it")
+    chunks, rows, members, member_rows, earlier = (int(number or 0) for number in found.groups())
+    of_members, upper = np.repeat(np.arange(chunks), members), earlier + rows
+    queries = np.repeat([rows, member_rows], [chunks, len(of_members)])
+    start = np.repeat([0, upper], [chunks, len(of_members)])
+    ends = np.where(start, upper + member_rows, upper)
+    nothing = np.zeros(0, dtype=np.int64)
+    return Batch(
+        name=text,
+        tokens=ends - start,
+        base=np.concatenate([np.full(chunks, -1), of_members]),
+        start=start,
+        readers=Readers(np.arange(len(queries)), np.cumsum(queries) - queries, queries, ends),
+        prefixes=nothing,
+        degrees=nothing,
+    )
 
 
 @dataclass
 class Problem:
+    """A batch with queries and several caches; rivals get the same."""
+
+    batch: Batch
     q: torch.Tensor  # [rows, heads, dim]
     caches: list[tuple[torch.Tensor, torch.Tensor]]  # each [pages, PAGE, kv_heads, dim]
     want: torch.Tensor  # [rows, heads, dim]  of the first cache
-    slots: list[np.ndarray]  # for each reader, the slots that its last row sees
-    rows: np.ndarray  # [readers]  query rows, at the last of these positions
-    prefixes: np.ndarray | None = None  # [groups]  tokens that all readers of a group see
-    degrees: np.ndarray | None = None  # [groups]  readers
+    window: int | None = None
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(each) for each in self.slots])
+    @classmethod
+    def make(cls, batch: Batch, heads: int, kv_heads: int, dim: int, caches: int, window: int | None = None) -> Problem:
+        q = common.randn(batch.total_rows, heads, dim)
+        pairs = [(common.randn(batch.pages, PAGE, kv_heads, dim), common.randn(batch.pages, PAGE, kv_heads, dim))
+                 for _ in range(caches)]  # fmt: skip
+        return cls(batch, q, pairs, reference(batch, q, *pairs[0], window), window)
 
     @property
     def kv_heads(self) -> int:
@@ -273,54 +193,49 @@ class Problem:
     def dim(self) -> int:
         return self.q.shape[2]
 
-    def int32(self, values: Iterable[int] | np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(self.q.device)
+    @property
+    def least(self) -> tuple[int, int]:
+        """Bytes that must be moved, and operations."""
+        moved = unique_bytes(self.batch.unique_tokens, self.kv_heads, self.dim)
+        return moved, operations(self.batch.pairs, self.q.shape[1], self.dim)
 
-    def gathered(self, index: np.ndarray, heads_first: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V at these slots [..., kv_heads, dim], from enough caches to exceed the L2 cache.
-
-        With ``heads_first`` an index [readers, keys] gives [readers, kv_heads, keys, dim].
-        """
-        size = 2 * index.size * self.kv_heads * self.dim * self.q.element_size()
-        places = torch.from_numpy(index).to(self.q.device)
-
-        def one(cache: torch.Tensor) -> torch.Tensor:
-            flat = cache.reshape(-1, self.kv_heads, self.dim)
-            if not heads_first:
-                return flat[places]
-            made = flat.new_empty(len(index), self.kv_heads, index.shape[1], self.dim)
-            for row, place in enumerate(places):
-                made[row] = flat[place].transpose(0, 1)
-            return made
-
-        count = max(1, min(len(self.caches), -(-GATHERED_BYTES // size)))
-        return [(one(k), one(v)) for k, v in self.caches[:count]]
+    def check(self, got: torch.Tensor) -> float:
+        """The relative error, which must be that of weights and outputs in bfloat16."""
+        error = float((got.float() - self.want).norm() / self.want.norm())
+        if not error < TOLERANCE:
+            raise ValueError(f"its result is wrong: relative error {error:.1e}")
+        return error
 
 
-Make = Callable[[Problem], list[Step]]  # one step for each cache
+def reference(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[rows, heads, dim] in float32."""
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [slots, kv_heads, dim]
+    out, group, device = [], q.shape[1] // k.shape[1], q.device
+    for queries, slots in zip(q.split(batch.readers.rows.tolist()), batch.slots, strict=True):
+        places = torch.from_numpy(slots).to(device)
+        keys, values = k[places].float(), v[places].float()
+        at = torch.arange(len(slots), device=device)
+        for some, position in zip(queries.split(1024), at[-len(queries) :].split(1024), strict=True):
+            scaled = some.float().unflatten(1, (-1, group)) * q.shape[2] ** -0.5
+            scores = torch.einsum("rhgd,khd->rhgk", scaled, keys)
+            unseen = at > position[:, None]
+            if window is not None:
+                unseen |= at <= position[:, None] - window
+            scores.masked_fill_(unseen[:, None, None], float("-inf"))
+            out.append(torch.einsum("rhgk,khd->rhgd", scores.softmax(-1), values).flatten(1, 2))
+    return torch.cat(out)
 
 
-def plain_prompts(problem: Problem) -> np.ndarray:
-    """Slots [prompts, tokens]; raises Unfit unless the batch is nothing but prompts of one length."""
-    if (problem.rows != problem.rows[0]).any() or (problem.lengths != problem.rows).any():
-        raise Unfit("for prompts of one length, without prefixes")
-    return np.stack(problem.slots)
-
-
-def add_attention(parser: argparse.ArgumentParser, default: str, rivals: Iterable[str]) -> None:
-    """Options of the scripts that time attention; ``default``: of --rivals."""
-    common.add_numbers(parser, heads=(32, "query heads"), kv_heads=(8, "KV heads"), dim=(128, "of a head"))
-    common.add_numbers(parser, caches=(3, "that a graph goes over"), replays=(15, "of each graph"))
-    parser.add_argument("--rivals", default=default, help=f"a list of {', '.join(rivals)}; none; or all")
-    common.add_json(parser)
-
-
-def begin(options: argparse.Namespace) -> Rates:
-    """Measures the machine, and prints what it is."""
-    common.need_gpu()
+def read(about: str | None, arguments: Sequence[str] | None, rivals: str, names: Iterable[str], replays: int,
+         **more: Mapping[str, Any]) -> tuple[argparse.Namespace, Rates]:  # fmt: skip
+    """The options of the scripts that time attention, and the rates of the machine. ``rivals``: the default."""
+    flags = {**more, "--rivals": {"default": rivals, "help": f"a list of {', '.join(names)}; none; or all"}}
+    asked = common.read(
+        about, arguments, flags, on="gpu", figures=True, heads=(32, "query heads"), kv_heads=(8, "KV heads"),
+        dim=(128, "of a head"), caches=(3, "that a graph goes over"), replays=(replays, "of each graph"),
+    )  # fmt: skip
     torch.manual_seed(0)
     rates = measure_rates(torch.device("cuda"), torch.bfloat16)
     common.warm_branches()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {rates};", end=" ")
-    print(f"{options.heads} / {options.kv_heads} heads of {options.dim}")
-    return rates
+    print(f"{common.card()}: {rates}; {asked.heads} / {asked.kv_heads} heads of {asked.dim}")
+    return asked, rates

@@ -16,8 +16,6 @@ affects all alike; sharing, which takes several times as long, runs in the first
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,12 +24,10 @@ from functools import partial
 from typing import Any
 
 import common
-import torch
 from other_schedulers import AtMost, InListOrder, PrefixesFirst
 
-from hf_batchllm.bench.__main__ import floor_for
+from hf_batchllm.bench.__main__ import floor_for, setting
 from hf_batchllm.bench.contenders import Measurement, Ours, machine_name
-from hf_batchllm.bench.floor import timed
 from hf_batchllm.bench.workload import Workload, words_of
 from hf_batchllm.engine.wiring import scheduler_for
 from hf_batchllm.model.batch import AttentionBatch
@@ -127,66 +123,51 @@ def ablate(
         for variant, run, row in zip(some, ours, rows, strict=True):
             if row.error or nth >= variant.rounds:
                 continue
-            # The first variant runs all prompts, so that kernels for steps of full size do not count for it alone.
-            part = prompts if nth >= 0 or (cuda and row is rows[0]) else workload.first(few).prompts(words_of(model))
-            lengths = answers[: len(part)] if nth >= 0 else [min(new, each) for each in answers[: len(part)]]
             try:
-                torch.manual_seed(0)
                 with variant.around():
-                    seconds, row.tokens = timed(model.device, partial(run, part, lengths))
+                    if nth >= 0:
+                        row.time(model, partial(run, prompts, answers))
+                        continue
+                    # The first variant runs all prompts, so that kernels for steps of full size do not count for it.
+                    whole = cuda and row is rows[0]
+                    part = prompts if whole else workload.first(few).prompts(words_of(model))
+                    run(part, [min(new, each) for each in answers[: len(part)]])
             except Exception as error:  # out of memory, for example: the other variants stand
                 if row is rows[0]:
                     raise
-                row.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                continue
-            if nth >= 0:
-                row.runs.append(seconds)
-                row.made.append(sum(map(len, row.tokens)))
-                print(f"{variant.name} {seconds:.2f} s", flush=True)
+                row.fail(error)
     return [(row, run.report) for row, run in zip(rows, ours, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser, every = common.parser_of(__doc__), variants()
-    common.add_model(parser)
-    common.add_numbers(parser, requests=(64, "prompts"), degree=(16, "prompts that share each prefix"))
-    common.add_numbers(parser, shared=(512, "tokens of a prefix"), own=(32, "further tokens of a prompt"))
-    common.add_numbers(parser, new=(32, "new tokens"), runs=(1, "rounds"), max_running=(256, "for the row admission"))
-    parser.add_argument("--parts", nargs="*", default=[*every], choices=every, help="that are turned off")
-    parser.add_argument("--vary", metavar="NAME=VALUE,...", help="values of a field of BatchConfig, in place of parts")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field for all rows")
-    parser.add_argument(
-        "--stop-after", type=int, metavar="N", help="one token in N ends an answer, and --new is the most"
-    )
-    parser.add_argument("--floor", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    common.add_json(parser)
-    asked = parser.parse_args(arguments)
-    every, fields = variants(asked.max_running), dict(setting(text) for text in asked.set)
+    every = variants()
+    flags: common.Flags = {
+        "--parts": {"nargs": "*", "default": [*every], "choices": every, "help": "that are turned off"},
+        "--vary": {"metavar": "NAME=VALUE,...", "help": "values of a field of BatchConfig, in place of parts"},
+        "--set": {"action": "append", "default": [], "type": setting, "metavar": "NAME=VALUE", "help": "for all rows"},
+        "--stop-after": {"type": int, "metavar": "N", "help": "one token in N ends an answer, and --new is the most"},
+        **common.FLOOR,
+    }
+    numbers = common.RFC | {"runs": (1, "rounds"), "max_running": (256, "for the row admission")}
+    asked = common.read(__doc__, arguments, flags, model="", figures=True, **numbers)
+    every, fields = variants(asked.max_running), dict(asked.set)
     some = [Variant(ALL_ON), *(every[name] for name in every if name in asked.parts)]
     if asked.vary:
         name, _, values = asked.vary.partition("=")
         some = [Variant(f"{name}={value}", dict([setting(f"{name}={value}")])) for value in values.split(",")]
     if twice := {name for variant in some for name in variant.fields} & set(fields):
-        parser.error(f"--set {', '.join(twice)} is what a row varies: leave out one of them")
+        raise SystemExit(f"--set {', '.join(twice)} is what a row varies: leave out one of them")
     model = common.model_of(asked)
     if asked.stop_after:
         common.end_at_random(model, asked.stop_after)
-    workload = Workload(asked.requests, asked.shared, asked.own, asked.new, asked.degree)
+    workload = common.workload_of(asked)
     here = [variant for variant in some if asked.vary or not variant.why_not(asked.device, fields)]
     found = ablate(model, workload, here, fields, asked.runs)
     floor, why_no_floor = floor_for(model, found[0][0]) if asked.floor and not asked.stop_after else (None, "")
     print(f"\n{workload}. {why_no_floor}")
     columns = {"off": "<39", "seconds": "8.2f", "prompts/s": "9.2f", "tokens/s": "8,.0f", "slower": "6.2f"}
-    columns |= {
-        "of floor": "8.0%",
-        "computed": "9,",
-        "again": "7,",
-        "steps": "6,",
-        "running": "7,",
-        "idle": "6,",
-        "same": "5,",
-    }
-    table, first = common.Table(columns), found[0][0]
+    columns |= {"of floor": "8.0%", "computed": "9,", "again": "7,", "steps": "6,", "running": "7,", "idle": "6,"}
+    table, first = common.Table({**columns, "same": "5,"}), found[0][0]
     for row, report in found:
         if row.error:
             table.add({"off": row.name, "error": row.error})
@@ -208,14 +189,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"Medians of {asked.runs} rounds. Runs of the same thing differ by up to {spread:.1%}.")
     shown = {"model": asked.model or asked.config, "machine": machine_name(model.device), "work": str(workload)}
     table.write(asked.json, **shown, rates=str(found[0][0].floor.rates) if found[0][0].floor else None)
-
-
-def setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 if __name__ == "__main__":

@@ -17,24 +17,25 @@ from other_schedulers import StaticAdmission
 from plot import draw_steps
 
 from hf_batchllm.bench.contenders import Measurement, Ours, measure
-from hf_batchllm.bench.workload import Tokens, Workload
+from hf_batchllm.bench.workload import Tokens
 from hf_batchllm.results.timeline import Timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser)
-    common.add_numbers(parser, requests=(400, "prompts"), degree=(8, "prompts that share a prefix"))
-    common.add_numbers(parser, shared=(2000, "median tokens of a prefix"), own=(200, "median further tokens"))
-    common.add_numbers(parser, new=(2048, "tokens of the longest answer"), runs=(1, "of which the median counts"))
-    parser.add_argument("--stop-after", type=int, metavar="N", help="one token in N ends an answer")
-    parser.add_argument("--memory", default="10GB", help="for the KV cache (default: %(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps of the last runs")
-    asked = parser.parse_args(arguments)
+    flags = {
+        "--stop-after": {"type": int, "metavar": "N", "help": "one token in N ends an answer"},
+        "--memory": {"default": "10GB", "help": "for the KV cache (default: %(default)s)"},
+        "--plot": {"type": Path, "metavar": "FILE", "help": "draw the steps of the last runs"},
+    }
+    asked = common.read(
+        __doc__, arguments, flags, model="", requests=(400, "prompts"), degree=(8, "prompts that share a prefix"),
+        shared=(2000, "median tokens of a prefix"), own=(200, "median further tokens"),
+        new=(2048, "tokens of the longest answer"), runs=(1, "of which the median counts"),
+    )  # fmt: skip
     model = common.model_of(asked)
     if asked.stop_after:
         common.end_at_random(model, asked.stop_after)
-    workload = Workload(asked.requests, asked.shared, asked.own, asked.new, asked.degree, kind="mixed")
+    workload = common.workload_of(asked, kind="mixed")
     found: list[tuple[Measurement, Ours]] = []
     for name, scheduler in (("static", StaticAdmission()), ("groups", "groups")):
         ours = Ours(model, {"kv_memory": asked.memory, "scheduler": scheduler})
@@ -48,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = common.Table({**columns, "preemptions": "11,", "recomputed": "10,"})
     timelines: dict[str, Timeline] = {}
     for row, ours in found:
-        report = timelines[row.name] = ours.report
+        report, made = ours.report, sum(map(len, row.tokens))
         timelines[row.name] = report.timeline
-        values = {"": row.name, "seconds": row.seconds, "new tokens": row.made[-1], "steps": report.steps}
+        values = {"": row.name, "seconds": row.seconds, "new tokens": made, "steps": report.steps}
         more = {"preemptions": report.preemptions, "recomputed": report.recomputed_tokens}
         table.add({**values, **more, "tokens/s": row.new_tokens_per_second})
     if asked.plot is not None:

@@ -23,6 +23,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.bench.contenders import padded
 from hf_batchllm.bench.workload import Workload, words_of
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -40,17 +41,9 @@ class Sampled:
 
 
 def by_us(model: Any, prompts: Sequence[list[int]], new: int, samples: int) -> list[Sampled]:
+    given = {"num_return_sequences": samples, "logprobs": 0, "eos_token_id": None, "seed": 0, "progress": False}
     with BatchGenerator(model) as generator:
-        result = generator.generate(
-            prompts,
-            max_new_tokens=new,
-            num_return_sequences=samples,
-            logprobs=0,
-            eos_token_id=None,
-            seed=0,
-            progress=False,
-            **SAMPLED,
-        )
+        result = generator.generate(prompts, max_new_tokens=new, **given, **SAMPLED)
     return [
         Sampled(row.prompt_token_ids, row.token_ids, [next(iter(each.values())) for each in row.logprobs])
         for row in result
@@ -64,17 +57,10 @@ def by_generate(model: Any, prompts: Sequence[list[int]], new: int, samples: int
     found = []
     for begin in range(0, len(every), _ROWS):
         some = every[begin : begin + _ROWS]
-        longest = max(map(len, some))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in some], device=model.device)
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in some], device=model.device)
+        ids, mask = padded(some, model.device)
         out = model.generate(ids, attention_mask=mask, generation_config=config)
-        tokens = out.sequences[:, longest:]
-        logprobs = torch.stack(
-            [
-                logits.float().log_softmax(-1).gather(1, token[:, None])[:, 0]
-                for logits, token in zip(out.logits, tokens.T, strict=True)
-            ]
-        ).T
+        tokens = out.sequences[:, ids.shape[1] :]
+        logprobs = torch.stack(out.logits, dim=1).float().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         found += [Sampled(*each) for each in zip(some, tokens.tolist(), logprobs.tolist(), strict=True)]
     return found
 
@@ -123,13 +109,14 @@ WAYS: dict[str, Callable[..., list[Sampled]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser, dtype="bfloat16")
-    parser.add_argument("--entropy", type=float, default=1.5, help="nats (default: 1.5); 0: weights as they are")
-    common.add_numbers(parser, prompts=(32, "prompts"), samples=(8, "answers to each"), prompt=(128, "tokens of each"))
-    common.add_numbers(parser, new=(128, "new tokens of each answer"))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    asked = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--entropy": {"type": float, "default": 1.5, "help": "nats (default: 1.5); 0: weights as they are"},
+        "--ways": {"nargs": "+", "default": list(WAYS), "choices": list(WAYS)},
+    }
+    asked = common.read(
+        __doc__, arguments, flags, model="bfloat16", prompts=(32, "prompts"), samples=(8, "answers to each"),
+        prompt=(128, "tokens of each"), new=(128, "new tokens of each answer"),
+    )  # fmt: skip
     model = common.model_of(asked)
     prompts = Workload(asked.prompts, 0, asked.prompt, asked.new, 1).prompts(words_of(model))
     scale = narrow(model, prompts, asked.entropy) if asked.entropy and not asked.model else 1.0

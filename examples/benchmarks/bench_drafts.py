@@ -12,9 +12,10 @@ guessed, what wrong ones cost. `invariant=True` is set in both runs, and the ans
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ import common
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.bench.floor import timed
 from hf_batchllm.bench.workload import load_model, words_of
 from hf_batchllm.engine.drafts.assistant import Assistant
 from hf_batchllm.planning.requests_and_prefixes import Request
@@ -44,9 +46,8 @@ class Texts:
     samples: int = 1
 
     def lengths(self, dice: random.Random) -> list[int]:
-        return [
-            max(8, min(self.most, round(dice.lognormvariate(0, self.tail) * self.new))) for _ in range(self.prompts)
-        ]
+        drawn = (round(dice.lognormvariate(0, self.tail) * self.new) for _ in range(self.prompts))
+        return [max(8, min(self.most, length)) for length in drawn]
 
 
 LISTS = {
@@ -83,28 +84,29 @@ class Told:
             guesses[request] = assistant._shadows[request].generated[made:] = answer[made : made + tokens]
         return guesses
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with (
+            mock.patch.object(TextLookup, "guess", lambda *given: self.guess(*given)),
+            mock.patch.object(Assistant, "guess", lambda *given: self.of_assistant(*given)),
+        ):
+            yield
+
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser, folder=False)
-    parser.add_argument("--assistant", help="another shape with random weights, which guesses the tokens")
-    parser.add_argument("--only", nargs="*", default=list(LISTS), help="some of the lists, by their first words")
-    parser.add_argument("--right", type=float, help="the chance of each token, in place of those of the lists")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the lists' prompts, so many are taken")
-    common.add_numbers(parser, times=(2, "calls of which the fastest counts"))
-    asked = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--assistant": {"help": "another shape with random weights, which guesses the tokens"},
+        "--only": {"nargs": "*", "default": list(LISTS), "help": "some of the lists, by their first words"},
+        "--right": {"type": float, "help": "the chance of each token, in place of those of the lists"},
+        "--scale": {"type": float, "default": 1.0, "help": "of the lists' prompts, so many are taken"},
+    }
+    asked = common.read(__doc__, arguments, flags, model="", times=(2, "calls of which the fastest counts"))
     model = common.model_of(asked)
     assistant = load_model(None, asked.assistant, model.device, model.dtype) if asked.assistant else None
     print(f"guesses of {asked.assistant}\n" if assistant is not None else f"up to {GUESSED} tokens at a time\n")
     columns = {"": "<30", "right": "6.0%", "without, s": "10.2f", "with, s": "8.2f", "faster": "6.2f", "steps": "7,"}
-    columns |= {
-        "with guesses": "12,",
-        "guessed": "9,",
-        "were right": "10,",
-        "saved (report), s": "17.2f",
-        "answers": "<8",
-    }
-    table = common.Table(columns)
+    columns |= {"with guesses": "12,", "guessed": "9,", "were right": "10,"}
+    table = common.Table({**columns, "saved (report), s": "17.2f", "answers": "<8"})
     for name, texts in LISTS.items():
         if not name.startswith(tuple(asked.only)):
             continue
@@ -123,18 +125,11 @@ def main(arguments: list[str] | None = None) -> None:
             ]  # fmt: skip
             given = {"seed": 7, "progress": False, "assistant_model": assistant if guessing else None}
             with BatchGenerator(model, invariant=True, keep_prefixes=0) as generator:
+                run = partial(generator.generate, prompts, configs, **given)
                 for _ in range(1 + asked.times):
-                    own: Any = LOOKED_UP, BY_ASSISTANT
-                    if guessing:
-                        told = Told(prompts, results[False], texts.right, words_of(model))
-                        own = told.guess, told.of_assistant
-                    with (
-                        mock.patch.object(TextLookup, "guess", lambda *given, guess=own[0]: guess(*given)),
-                        mock.patch.object(Assistant, "guess", lambda *given, guess=own[1]: guess(*given)),
-                    ):
-                        begun = time.perf_counter()
-                        results[guessing] = generator.generate(prompts, configs, **given)
-                        taken = time.perf_counter() - begun
+                    told = Told(prompts, results[False], texts.right, words_of(model)) if guessing else None
+                    with told.in_place() if told else nullcontext():
+                        taken, results[guessing] = timed(model.device, run, free=False)
                     seconds[guessing] = min(taken, seconds.get(guessing, float("inf")))
         report, pairs = results[True].report, zip(results[False], results[True], strict=True)
         same = all(one.token_ids == other.token_ids for one, other in pairs)

@@ -24,9 +24,8 @@ from typing import Any
 
 import common
 import torch
-from common import graph_ms_of_each, need_gpu
+from common import graph_ms_of_each
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm.bench.floor import measure_rates
 from hf_batchllm.bench.workload import SHAPES
@@ -123,10 +122,7 @@ class Layer:
 
 def experts_of(name: str, count: int, device: str, dtype: torch.dtype, **less: Any) -> list[Experts]:
     """The experts of ``count`` layers with random weights. ``less``: other values for fields of the shape."""
-    fields = SHAPES[name] | {"vocab_size": 256, "num_hidden_layers": count} | less
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=dtype).eval()
+    model = common.random_shape(name, count, device, dtype, **{"vocab_size": 256} | less)
     found = list(mixtures(model))
     for each in found:
         if each.why_not or not each.routers:
@@ -170,11 +166,8 @@ def dense_ms(shape: ExpertShape, tokens: int, replays: int) -> float:
     """Products of as many rows, with the matrices of one expert."""
     pairs = tokens * shape.top
 
-    def randn(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, dtype=DTYPE, device="cuda")
-
-    up, down = randn(2 * shape.inter, shape.hidden), randn(shape.hidden, shape.inter)
-    x, made = randn(pairs, shape.hidden), randn(pairs, shape.inter)
+    up, down = common.randn(2 * shape.inter, shape.hidden), common.randn(shape.hidden, shape.inter)
+    x, made = common.randn(pairs, shape.hidden), common.randn(pairs, shape.inter)
 
     def products() -> None:
         torch.nn.functional.linear(x, up)
@@ -222,16 +215,14 @@ COLUMNS |= {"of down": "7.0%", "sum": "6.1f", "dense": "7.1f", "near": "5.0%", "
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024, 8192])
-    parser.add_argument("--alike", type=float, default=0.0, help="how far all tokens resemble each other (default: 0)")
-    common.add_numbers(parser, replays=(15, "of each graph"))
-    common.add_json(parser)
-    options = parser.parse_args(arguments)
-    need_gpu()
+    flags: common.Flags = {
+        "--shapes": {"nargs": "+", "choices": NAMES, "default": NAMES},
+        "--tokens": {"nargs": "+", "type": int, "default": [1, 16, 64, 256, 1024, 8192]},
+        "--alike": {"type": float, "default": 0.0, "help": "how far all tokens resemble each other (default: 0)"},
+    }
+    options = common.read(__doc__, arguments, flags, on="gpu", figures=True, replays=(15, "of each graph"))
     rates = measure_rates(torch.device("cuda"), DTYPE)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {rates}; microseconds for a layer")
+    print(f"{common.card()}; {rates}; microseconds for a layer")
     table = common.Table(COLUMNS)
     for name in options.shapes:
         shape = ExpertShape.of(name)

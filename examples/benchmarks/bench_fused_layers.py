@@ -158,13 +158,11 @@ def compare_errors(family: str, layers: int, trials: int, sizes: tuple[int, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--family", default="llama", help="a model_type: llama, qwen3, gemma3_text, ...")
-    common.add_numbers(parser, layers=(8, "layers"), count=(10, "times that each is measured"))
-    common.add_numbers(parser, trials=(0, "print only the errors of so many models"))
-    common.add_json(parser)
-    chosen = parser.parse_args(arguments)
-    common.need_gpu()
+    flags = {"--family": {"default": "llama", "help": "a model_type: llama, qwen3, gemma3_text, ..."}}
+    chosen = common.read(
+        __doc__, arguments, flags, on="gpu", figures=True, layers=(8, "layers"),
+        count=(10, "times that each is measured"), trials=(0, "print only the errors of so many models"),
+    )  # fmt: skip
     if chosen.trials:  # many prompts: many logits
         compare_errors(chosen.family, chosen.layers, chosen.trials, sizes=(256, 128, 64, 128))
         return

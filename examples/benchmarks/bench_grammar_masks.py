@@ -74,10 +74,9 @@ def measure(tokenizer: Any, rows: int, steps: int, each: bool, bounded: bool) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--tokenizer", help="a folder, or a name; by default the vocabulary is made up")
-    common.add_numbers(parser, vocabulary=(151_936, "tokens"), rows=(256, "of a step"), steps=(150, "that are timed"))
-    asked = parser.parse_args(arguments)
+    flags = {"--tokenizer": {"help": "a folder, or a name; by default the vocabulary is made up"}}
+    numbers = {"vocabulary": (151_936, "tokens"), "rows": (256, "of a step"), "steps": (150, "that are timed")}
+    asked = common.read(__doc__, arguments, flags, on="host", **numbers)
     made: Any = common.made_up_tokenizer(asked.vocabulary)
     if asked.tokenizer is not None:
         made = AutoTokenizer.from_pretrained(asked.tokenizer)

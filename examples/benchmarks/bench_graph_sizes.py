@@ -44,10 +44,7 @@ RULES: dict[str, Callable[[int], int]] = {
 
 
 def measure(weights: list[torch.Tensor], rows: int, replays: int) -> float:
-    inputs = {
-        width: torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
-        for width in {weight.shape[1] for weight in weights}
-    }
+    inputs = {width: common.randn(rows, width) for width in {weight.shape[1] for weight in weights}}
 
     def products() -> None:
         for weight in weights:
@@ -64,11 +61,7 @@ def times_of(name: str) -> dict[int, float]:
     copies = math.ceil(LEAST_BYTES / (2 * sum(inside * outside for inside, outside in products)))
 
     def weights(of: list[tuple[int, int]], count: int) -> list[torch.Tensor]:
-        return [
-            torch.randn(outside, inside, dtype=torch.bfloat16, device="cuda") * 0.02
-            for _ in range(count)
-            for inside, outside in of
-        ]
+        return [common.randn(outside, inside) * 0.02 for _ in range(count) for inside, outside in of]
 
     some_layers = weights(products, copies)
     head = weights([(products[0][0], SHAPES[name]["vocab_size"])], 1)
@@ -85,13 +78,8 @@ def excess(times: dict[int, float], rule: Callable[[int], int], first: int, last
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--shapes", type=lambda text: text.split(","), metavar="NAMES", default=MODELS)
-    common.add_json(parser)
-    chosen = parser.parse_args(arguments)
-    if unknown := [name for name in chosen.shapes if name not in common.DENSE]:
-        parser.error(f"--shapes: {', '.join(unknown)} is none of {', '.join(common.DENSE)}")
-    common.need_gpu()
+    shapes = {"nargs": "+", "choices": common.DENSE, "metavar": "NAME", "default": MODELS}
+    chosen = common.read(__doc__, arguments, {"--shapes": shapes}, on="gpu", figures=True)
     times = {}
     print(f"{torch.cuda.get_device_name()}; ms of a step's products, by rows")
     some = (64, 256, 384, 432, 448, 512, 864, 896, 1024)

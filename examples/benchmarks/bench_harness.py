@@ -89,19 +89,19 @@ def make_requests(asked: argparse.Namespace) -> list[Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--model", required=True, help="a folder or a name on the hub")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--threads", type=int, help="torch's threads on a CPU")
-    common.add_numbers(parser, questions=(48, "questions"), choices=(4, "answers to each"), shots=(5, "examples"))
-    common.add_numbers(parser, seed=(0, "of the stories"), runs=(3, "of which the median counts"))
-    common.add_numbers(parser, rival_questions=(0, "for `hf`; 0: all"))
-    parser.add_argument("--letters", action="store_true", help="answers are A, B, C ..., which the question explains")
-    parser.add_argument("--sampler", choices=("first_n", "default"), default="first_n",
-                        help="of examples: the same for all questions, as in MMLU, or drawn for each")  # fmt: skip
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 8, 16], help="that `hf` is tried with")
-    asked = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--model": {"required": True, "help": "a folder or a name on the hub"},
+        "--dtype": {"help": "default: float32 on a CPU, else bfloat16"},
+        "--threads": {"type": int, "help": "torch's threads on a CPU"},
+        "--letters": {"action": "store_true", "help": "answers are A, B, C ..., which the question explains"},
+        "--sampler": {"choices": ("first_n", "default"), "default": "first_n",
+                      "help": "of examples: the same for all questions, as in MMLU, or drawn for each"},
+        "--batch-sizes": {"nargs": "+", "type": int, "default": [1, 4, 8, 16], "help": "that `hf` is tried with"},
+    }  # fmt: skip
+    asked = common.read(
+        __doc__, arguments, flags, questions=(48, "questions"), choices=(4, "answers to each"), shots=(5, "examples"),
+        seed=(0, "of the stories"), runs=common.RUNS, rival_questions=(0, "for `hf`; 0: all"),
+    )  # fmt: skip
     if asked.threads:
         torch.set_num_threads(asked.threads)
     dtype = asked.dtype or ("float32" if asked.device == "cpu" else "bfloat16")

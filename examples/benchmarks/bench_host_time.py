@@ -193,15 +193,17 @@ def prompts_of(options: argparse.Namespace) -> list[Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_numbers(parser, prompts=(20_000, "prompts"), prefix=(500, "tokens that all begin with"))
-    common.add_numbers(parser, own=(30, "further tokens of each"), new=(8, "new tokens of each"), repeats=(3, "runs"))
-    common.add_numbers(parser, step_tokens=(0, "the most tokens of a step; 0: 16,384, or 512 with --cpu"))
-    common.add_numbers(parser, profile=(0, "print so many functions of a profile, and no table"))
-    parser.add_argument("--texts", action="store_true", help="prompts are texts, and results have texts")
-    parser.add_argument("--cpu", action="store_true", help="steps and attention as on a CPU, instead of a GPU")
-    parser.add_argument("--kv-memory", default="4GB", help="of the cache")
-    options = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--texts": {"action": "store_true", "help": "prompts are texts, and results have texts"},
+        "--cpu": {"action": "store_true", "help": "steps and attention as on a CPU, instead of a GPU"},
+        "--kv-memory": {"default": "4GB", "help": "of the cache"},
+    }
+    options = common.read(
+        __doc__, arguments, flags, on="host", prompts=(20_000, "prompts"), prefix=(500, "tokens that all begin with"),
+        own=(30, "further tokens of each"), new=(8, "new tokens of each"), repeats=(3, "runs"),
+        step_tokens=(0, "the most tokens of a step; 0: 16,384, or 512 with --cpu"),
+        profile=(0, "print so many functions of a profile, and no table"),
+    )  # fmt: skip
     torch.set_num_threads(1)
     phases = None if options.profile else Phases()
     take_the_device_out(phases, options.cpu)

@@ -23,7 +23,6 @@ from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
-    GenerationConfig,
     ProcessorMixin,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
@@ -31,7 +30,7 @@ from transformers import (
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.contenders import machine_name
-from hf_batchllm.bench.workload import shape
+from hf_batchllm.bench.workload import random_model, shape
 from hf_batchllm.patches.tower_attention import TowerAttention
 
 _SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
@@ -65,21 +64,10 @@ def model_and_processor(name: str, device: torch.device, dtype: torch.dtype) -> 
     # Without torchvision there are no classes of video processors, with which arguments are compared.
     with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", return_value=None):
         processor = Qwen2_5_VLProcessor(Qwen2VLImageProcessorPil(), tokenizer, None, chat_template=_TEMPLATE)
-    config = AutoConfig.for_model(
-        "qwen2_5_vl",
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-    )
-    torch.manual_seed(0)
-    auto: Any = AutoModelForImageTextToText
-    with torch.device(device):
-        model = auto.from_config(config, dtype=dtype).eval()
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    return model, processor
+    places = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>"}
+    given = {f"{name}_token_id": ids[token] for name, token in (places | {"vision_end": "<|vision_end|>"}).items()}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, **given)
+    return random_model(config, device, dtype, auto=AutoModelForImageTextToText), processor
 
 
 def chats_of(images: int, questions: int, size: int) -> list[Any]:
@@ -129,14 +117,15 @@ def tower(model: Any, processor: Any, chats: list[Any], questions: int) -> Calla
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--config", choices=_SHAPES, default="qwen2.5-vl-7b")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    common.add_numbers(parser, images=(64, "pictures"), questions=(8, "about each"), size=(896, "of a picture's side"))
-    common.add_numbers(parser, new=(64, "new tokens"), runs=(3, "of which the median counts"))
-    common.add_numbers(parser, rival_prompts=(128, "of the list, that generate is given"))
-    parser.add_argument("--batches", type=int, nargs="*", default=[16, 32, 64], help="of generate; none leaves it out")
-    asked = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--config": {"choices": _SHAPES, "default": "qwen2.5-vl-7b"},
+        "--batches": {"type": int, "nargs": "*", "default": [16, 32, 64], "help": "of generate; none leaves it out"},
+    }
+    asked = common.read(
+        __doc__, arguments, flags, images=(64, "pictures"), questions=(8, "about each"),
+        size=(896, "of a picture's side"), new=(64, "new tokens"), runs=common.RUNS,
+        rival_prompts=(128, "of the list, that generate is given"),
+    )  # fmt: skip
     device = torch.device(asked.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, processor = model_and_processor(asked.config, device, dtype)

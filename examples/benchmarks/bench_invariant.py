@@ -59,12 +59,9 @@ def seconds_for(model: Any, prompts: list[list[int]], new_tokens: int, times: in
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser)
-    parser.set_defaults(threads=1)
-    common.add_numbers(parser, times=(1, "calls in each turn, after a first one"))
-    parser.add_argument("--short", action="store_true", help="lists for a CPU, also on a GPU")
-    asked = parser.parse_args(arguments)
+    flags = {"--short": {"action": "store_true", "help": "lists for a CPU, also on a GPU"}}
+    asked = common.read(__doc__, arguments, flags, model="", times=(1, "calls in each turn, after a first one"))
+    asked.threads = asked.threads or 1
     model = common.model_of(asked)
     lists = lists_for_a_cpu() if asked.short or asked.device == "cpu" else lists_for_a_gpu(words_of(model))
     table = common.Table({"seconds": "<76", "without": "9.2f", "with": "9.2f", "more": "6.0%"})

@@ -11,9 +11,11 @@ times: the median counts. "by" says who picked the tokens.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import common
 import torch
@@ -88,36 +90,27 @@ def options_of(vocabulary: int, requests: int, device: torch.device, ends: dict[
     }
 
 
-class Picks:
-    """Counts the steps whose tokens the host picks."""
+@contextmanager
+def host_picks() -> Iterator[list[int]]:
+    """A list that grows with each step whose tokens the host picks."""
+    own, steps = HostSampler.without_waiting, list[int]()
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self._pick = HostSampler.without_waiting
+    def counted(self: HostSampler, *given: Any) -> torch.Tensor:
+        steps.append(1)
+        return own(self, *given)
 
-    def __enter__(self) -> Picks:
-        picks = self
-
-        def counted(self: HostSampler, *given: Any) -> torch.Tensor:
-            picks.steps += 1
-            return picks._pick(self, *given)
-
-        HostSampler.without_waiting = counted  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        HostSampler.without_waiting = self._pick  # type: ignore[method-assign]
+    with mock.patch.object(HostSampler, "without_waiting", counted):
+        yield steps
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser, folder=False)
-    common.add_numbers(
-        parser, requests=(256, "prompts"), prompt=(128, "tokens of each"), new=(128, "new tokens of each")
-    )
-    common.add_numbers(parser, runs=(3, "of which the median counts"))
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[""], help="options whose name begins like this")
-    asked = parser.parse_args(arguments)
+    flags = {
+        "--only": {"nargs": "+", "metavar": "NAME", "default": [""], "help": "options whose name begins like this"}
+    }
+    asked = common.read(
+        __doc__, arguments, flags, model="", requests=(256, "prompts"), prompt=(128, "tokens of each"),
+        new=(128, "new tokens of each"), runs=common.RUNS,
+    )  # fmt: skip
     model = common.model_of(asked)
     workload = Workload(asked.requests, 0, asked.prompt, asked.new, 1)
     prompts, length = workload.prompts(words_of(model)), {"max_new_tokens": asked.new}
@@ -131,21 +124,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in (name for name in every if name.startswith(tuple(asked.only))):
             given = dict(every[name])
             configs = given.pop("configs", None)
+            first: dict[str, Any] = length
             if configs:
                 first = {"generation_config": [GenerationConfig(**length, pad_token_id=0, **each) for each in configs]}
-            else:
-                first = length
             # A list cannot hold scores.
             where = {"input_ids": torch.tensor(prompts, device=model.device)} if "output_scores" in given else {}
             run = partial(generator.generate, None if where else prompts, **first, **where, **given, progress=False)
             try:
-                with Picks() as picks:
+                with host_picks() as picks:
                     seconds = common.median_seconds(asked.runs, run)
             except Exception as error:
                 print(f"{name:<22} {type(error).__name__}: {str(error)[:90]}", flush=True)
                 continue
             rate = generator.last_report.new_tokens / seconds
-            who = "the host" if picks.steps or "beams" in name else "the device"
+            who = "the host" if picks or "beams" in name else "the device"
             share = rate / table.rows[0]["tokens/s"] if table.rows else 1.0
             table.add({"": name, "seconds": seconds, "tokens/s": rate, "of greedy": share, "by": who})
 

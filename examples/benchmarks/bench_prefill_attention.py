@@ -16,85 +16,36 @@ is checked before it is timed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import attention_rivals as rivals
+import attention_libraries as rivals
 import common
-import numpy as np
 import torch
-from attention import PAGE, Problem, add_attention, begin, floor_ms, operations, unique_bytes
-from attention import PrefillBatch as Batch
+from attention import PAGE, Problem, floor_ms, prefill_batch, read
+from attention_rivals import time_rival
 
 from hf_batchllm.kernels import prefill_triton as pt
 from hf_batchllm.kernels import work_lists as wl
 
 DEFAULT = ["8x1024", "4x2048", "1x8192", "4x2000+16x200"]
-TOLERANCE = rivals.TOLERANCE
 
 
-@dataclass
-class Inputs:
-    batch: Batch
-    q: torch.Tensor  # [rows, heads, dim]
-    caches: list[tuple[torch.Tensor, torch.Tensor]]  # each [pages, PAGE, kv_heads, dim]
-    chunks: wl.Chunks
-    want: torch.Tensor  # [rows, heads, dim]  of the first cache
-
-    @classmethod
-    def make(cls, batch: Batch, heads: int, kv_heads: int, dim: int, caches: int) -> Inputs:
-        chunks = batch.layout
-        q = torch.randn(batch.total_rows, heads, dim, dtype=torch.bfloat16, device="cuda")
-        made = torch.randn(caches, 2, batch.pages, PAGE, kv_heads, dim, dtype=torch.bfloat16, device="cuda")
-        pairs = [(k, v) for k, v in made]
-        return cls(batch, q, pairs, chunks, cls._reference(chunks, q, *pairs[0]))
-
-    @property
-    def problem(self) -> Problem:
-        """The same inputs for rivals."""
-        return Problem(self.q, self.caches, self.want, self.batch.slots, self.batch.readers.rows)
-
-    @staticmethod
-    def _reference(chunks: wl.Chunks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, device="cuda")
-        group = q.shape[1] // k.shape[2]
-        for i, (first, end) in enumerate(zip(chunks.row_begin, chunks.row_end, strict=True)):
-            mine = slice(chunks.page_begin[i], chunks.page_begin[i + 1])
-            valid = torch.from_numpy(np.arange(PAGE)[None] < chunks.tokens[mine, None]).cuda()
-            page = torch.from_numpy(chunks.page[mine]).cuda()
-            keys, values = k[page][valid].float(), v[page][valid].float()  # [keys, kv_heads, dim]
-            at = torch.arange(len(keys), device="cuda")
-            for low in range(first, end, 1024):
-                high = min(end, low + 1024)
-                position = chunks.position[i] + torch.arange(low - first, high - first, device="cuda")
-                query = q[low:high].float().unflatten(1, (-1, group))
-                scores = torch.einsum("rhgd,khd->rhgk", query * q.shape[2] ** -0.5, keys)
-                scores.masked_fill_((at > position[:, None])[:, None, None], float("-inf"))
-                out[low:high] = torch.einsum("rhgk,khd->rhgd", scores.softmax(-1), values).flatten(1, 2)
-        return out
-
-
-def measure(inputs: Inputs, options: dict[str, int], replays: int) -> dict[str, float]:
+def measure(given: Problem, options: dict[str, int], replays: int) -> dict[str, float]:
     """Milliseconds for one step, its error, and the tile that was used."""
-    kv_heads, dim = inputs.caches[0][0].shape[2:]
+    q, kv_heads = given.q, given.kv_heads
     work = wl.build_prefill(
-        inputs.chunks, group=inputs.q.shape[1] // kv_heads, page_size=PAGE,
+        given.batch.layout, group=q.shape[1] // kv_heads, page_size=PAGE,
         tile=options["tile"], wide=options.get("wide"), kv_heads=kv_heads,
     ).to("cuda")  # fmt: skip
-    out = torch.full_like(inputs.q, float("nan"))
+    out = torch.full_like(q, float("nan"))
 
     def step(k: torch.Tensor, v: torch.Tensor) -> None:
-        pt.attend_chunks(inputs.q, k, v, out, work, dim**-0.5, options=options)
+        pt.attend_chunks(q, k, v, out, work, given.dim**-0.5, options=options)
 
-    def steps() -> None:
-        for k, v in inputs.caches:
-            step(k, v)
-
-    step(*inputs.caches[0])
-    error = float((out.float() - inputs.want).norm() / inputs.want.norm())
-    if not error < TOLERANCE:
-        raise AssertionError(f"{inputs.batch}: error {error}")
-    return {"ms": common.graph_ms(steps, replays) / len(inputs.caches), "error": error, "tile": work.tile}
+    step(*given.caches[0])
+    error = given.check(out)
+    ms = common.graph_ms(lambda: [step(k, v) for k, v in given.caches], replays) / len(given.caches)
+    return {"ms": ms, "error": error, "tile": work.tile}
 
 
 def kernels(wide: bool) -> list[Any]:
@@ -111,12 +62,11 @@ def profile(kernel: Any) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("batches", nargs="*", type=Batch.parse, default=[Batch.parse(text) for text in DEFAULT])
-    parser.add_argument("--tiles", nargs="+", help="TILE,WARPS,STAGES: others than the kernel would choose")
-    add_attention(parser, "all", rivals.PREFILL)
-    options = parser.parse_args(arguments)
-    rates = begin(options)
+    more: common.Flags = {
+        "batches": {"nargs": "*", "type": prefill_batch, "default": [prefill_batch(text) for text in DEFAULT]},
+        "--tiles": {"nargs": "+", "help": "TILE,WARPS,STAGES: others than the kernel would choose"},
+    }
+    options, rates = read(__doc__, arguments, "all", rivals.PREFILL, 15, **more)
     names, missing = rivals.chosen(options.rivals, rivals.PREFILL)
     chosen = pt.launch_options(options.heads // options.kv_heads, options.dim, options.dim, 2)
     named = ("tile", "num_warps", "num_stages")
@@ -127,15 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table, notes = common.Table(columns), [f"not installed: {', '.join(missing)}"] if missing else []
     profiles: dict[str, dict[str, float]] = {}
     for batch in options.batches:
-        inputs = Inputs.make(batch, options.heads, options.kv_heads, options.dim, options.caches)
-        computed = operations(batch.pairs, options.heads, options.dim)
-        moved = unique_bytes(batch.unique_tokens, options.kv_heads, options.dim)
+        given = Problem.make(batch, options.heads, options.kv_heads, options.dim, options.caches)
+        moved, computed = given.least
         floor = floor_ms(moved, computed, rates.copy, rates.operations)
         others: dict[str, str] = {}
         for tile in tiles:
             name = ",".join(str(tile[part]) for part in named)
             try:
-                found = measure(inputs, tile, options.replays)
+                found = measure(given, tile, options.replays)
             except Exception as error:  # some candidates may not fit the card
                 notes.append(f"{batch}, {name}: {type(error).__name__}: {str(error)[:150]}")
                 continue
@@ -144,12 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if name not in profiles:
                 profiles[name] = profile(kernels(wide)[-1])
             for rival in names if not others else ():  # beside the first tile
-                outcome = rivals.time_rival(rivals.PREFILL[rival], inputs.problem, options.replays)
+                outcome = time_rival(rivals.PREFILL[rival], given, options.replays)
                 notes += [f"{batch}, {rival}, {note}" for note in outcome.notes if not outcome.unfit]
                 others[rival] = f"{computed / outcome.ms / 1e9:.0f}" if outcome.ms else str(outcome)
             speed = {"TFLOP/s": computed / found["ms"] / 1e9, "floor": floor / found["ms"]}
             table.add({**found, "batch": str(batch), "tile": name, **speed, **profiles[name], **others})
-        del inputs
+        del given
     print(*notes, sep="\n")
     table.write(options.json, rates=vars(rates), notes=notes)
 

@@ -18,7 +18,7 @@ import torch
 
 from hf_batchllm.bench.contenders import Ours
 from hf_batchllm.bench.floor import free_memory
-from hf_batchllm.bench.workload import Workload, words_of
+from hf_batchllm.bench.workload import words_of
 
 # The kind of a kernel, by a piece of its name; the first match counts. cuBLAS has many names for its kernels.
 KINDS = {
@@ -91,15 +91,8 @@ def _short(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser)
-    common.add_numbers(parser, requests=(64, "prompts"), degree=(16, "prompts that share each prefix"))
-    common.add_numbers(parser, shared=(512, "tokens of a prefix"), own=(32, "further tokens"), new=(32, "new tokens"))
-    common.add_json(parser)
-    asked = parser.parse_args(arguments)
-    common.need_gpu()
-    model = common.model_of(asked)
-    workload = Workload(asked.requests, asked.shared, asked.own, asked.new, asked.degree)
+    asked = common.read(__doc__, arguments, on="gpu", model="", figures=True, **common.RFC)
+    model, workload = common.model_of(asked), common.workload_of(asked)
     prompts, answers, ours = workload.prompts(words_of(model)), workload.answers, Ours(model)
     for lengths in ([min(2, each) for each in answers], answers):
         ours(prompts, lengths)

@@ -26,10 +26,8 @@ import numpy as np
 import torch
 import transformers
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.bench.workload import SHAPES
 from hf_batchllm.model.architecture import inspect_model
 from hf_batchllm.model.batch_builder import BatchBuilder
 from hf_batchllm.model.choose_backend import fused_kernels, make_backend
@@ -44,13 +42,6 @@ from hf_batchllm.planning.step import Chunk, Step
 
 DEVICE = torch.device("cuda")
 PAGE = 64
-
-
-def build(shape: str, layers: int = 0) -> Any:
-    fields = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    torch.manual_seed(0)
-    with DEVICE:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16).eval()
 
 
 def kernels_here() -> FusedKernels:
@@ -127,7 +118,7 @@ class Forward:
         def add(weight: torch.Tensor) -> None:
             width = weight.shape[1]
             if width not in inputs:
-                inputs[width] = torch.randn(tokens, width, dtype=torch.bfloat16, device=DEVICE)
+                inputs[width] = common.randn(tokens, width)
             self.product_inputs.append((inputs[width], weight))
 
         for stack, weights in fusion.lay_out():
@@ -155,27 +146,22 @@ class Forward:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument(
-        "--shapes", type=lambda text: text.split(","), default=["llama-8b", "qwen3-8b"], metavar="NAMES"
-    )
-    parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[4096, 8192])
-    common.add_numbers(parser, length=(2048, "tokens of each prompt"), layers=(0, "fewer than the shape has; 0: all"))
-    parser.add_argument("--seconds", type=float, default=14.0, help="for each shape and number of tokens")
-    parser.add_argument("--no-own", action="store_true", help="leave the model's own layers out")
-    common.add_json(parser)
-    chosen = parser.parse_args(arguments)
-    if unknown := [name for name in chosen.shapes if name not in common.DENSE]:
-        parser.error(f"--shapes: {', '.join(unknown)} is none of {', '.join(common.DENSE)}")
-    common.need_gpu()
-    print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}, transformers {transformers.__version__}")
+    flags: common.Flags = {
+        "--shapes": {"nargs": "+", "choices": common.DENSE, "metavar": "NAME", "default": ["llama-8b", "qwen3-8b"]},
+        "--tokens": {"nargs": "+", "type": int, "default": [4096, 8192]},
+        "--seconds": {"type": float, "default": 14.0, "help": "for each shape and number of tokens"},
+        "--no-own": {"action": "store_true", "help": "leave the model's own layers out"},
+    }
+    numbers = {"length": (2048, "tokens of each prompt"), "layers": (0, "fewer than the shape has; 0: all")}
+    chosen = common.read(__doc__, arguments, flags, on="gpu", figures=True, **numbers)
+    print(f"{common.card()}, transformers {transformers.__version__}")
     kernels = kernels_here()
     names = ["fused", "products", "attention"] + ([] if chosen.no_own else ["own"])
     columns = {"shape": "<12", "tokens": "7,", **dict.fromkeys(("fused", "own", "products", "attention"), "9.2f")}
     columns |= {"ratio": "6.3f", "own ratio": "9.3f", "TFLOP/s": "8.0f", "MHz": "6.0f", "W": "5.0f", "n": "4"}
     table = common.Table(columns)
     for shape in chosen.shapes:
-        model = build(shape, chosen.layers)
+        model = common.random_shape(shape, chosen.layers)
         fusion = Fusion(model)
         for tokens in chosen.tokens:
             forward = Forward(model, fusion, kernels, tokens, min(chosen.length, tokens))

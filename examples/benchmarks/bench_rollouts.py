@@ -117,18 +117,10 @@ def run(way: str, model: Any, prompts: list[str], asked: argparse.Namespace, fol
         callbacks=[Watch(taken, cuda)],
     )
     trainer.remove_callback(PrinterCallback)
-    _timed(trainer, taken, cuda)
-    around: AbstractContextManager[Any] = accelerated(trainer.model) if way == "accelerated" else nullcontext()
-    with around:
-        trainer.train()
-    return taken
-
-
-def _timed(trainer: Any, taken: Taken, cuda: bool) -> None:
-    """Take the time of each call that makes completions."""
     make: Callable[..., Any] = trainer._generate
 
     def timed(*given: Any, **named: Any) -> Any:
+        """Takes the time of a call that makes completions."""
         began = _now(cuda)
         made = make(*given, **named)
         taken.rollouts.append(_now(cuda) - began)
@@ -136,6 +128,10 @@ def _timed(trainer: Any, taken: Taken, cuda: bool) -> None:
         return made
 
     trainer._generate = timed
+    around: AbstractContextManager[Any] = accelerated(trainer.model) if way == "accelerated" else nullcontext()
+    with around:
+        trainer.train()
+    return taken
 
 
 def figures_of(taken: Taken) -> dict[str, Any]:
@@ -147,14 +143,16 @@ def figures_of(taken: Taken) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser, dtype="bfloat16", folder=False)
-    common.add_numbers(parser, steps=(5, "of each way"), prompts=(16, "of a step"), samples=(8, "of each prompt"))
-    common.add_numbers(parser, rows=(8, "that are trained on at a time"), shared=(256, "tokens that all begin with"))
-    common.add_numbers(parser, own=(64, "further tokens of each"), new=(256, "new tokens of each answer, at most"))
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    asked = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--temperature": {"type": float, "default": 1.0},
+        "--ways": {"nargs": "+", "default": list(WAYS), "choices": WAYS},
+    }
+    asked = common.read(
+        __doc__, arguments, flags, model="bfloat16", steps=(5, "of each way"), prompts=(16, "of a step"),
+        samples=(8, "of each prompt"), rows=(8, "that are trained on at a time"),
+        shared=(256, "tokens that all begin with"), own=(64, "further tokens of each"),
+        new=(256, "new tokens of each answer, at most"),
+    )  # fmt: skip
     every = 4 * asked.prompts
     workload = Workload(every, asked.shared, asked.own, asked.new, every)
     print(f"{asked.steps} steps of {asked.prompts} prompts, {asked.samples} samples of each; {asked.shared} +", end=" ")

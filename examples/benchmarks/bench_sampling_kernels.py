@@ -25,7 +25,6 @@ import common
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_batchllm.bench.floor import copy_rate
 from hf_batchllm.kernels import penalties_triton, sample_triton, top_k_top_p_triton
 from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 
@@ -132,20 +131,15 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--rows", nargs="+", type=int, default=[64, 256, 1024])
-    parser.add_argument("--vocabulary", nargs="+", type=int, default=[32000, 128256, 262144])
-    parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
-    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="other constants of the kernels")
-    parser.add_argument("--no-plain", action="store_true", help="without transformers' warpers")
-    common.add_numbers(parser, replays=(9, "of each graph"))
-    common.add_json(parser)
-    options = parser.parse_args(arguments)
-    common.need_gpu()
-    common.set_constants(options.tune, (top_k_top_p_triton, penalties_triton, sample_triton))
-    torch.manual_seed(0)
-    copy = copy_rate(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s; us", *options.tune)
+    flags: common.Flags = {
+        "--rows": {"nargs": "+", "type": int, "default": [64, 256, 1024]},
+        "--vocabulary": {"nargs": "+", "type": int, "default": [32000, 128256, 262144]},
+        "--dtype": {"nargs": "+", "choices": ["bfloat16", "float32"], "default": ["bfloat16", "float32"]},
+        "--no-plain": {"action": "store_true", "help": "without transformers' warpers"},
+        **common.TUNE,
+    }
+    options = common.read(__doc__, arguments, flags, on="gpu", figures=True, replays=(9, "of each graph"))
+    copy = common.begin_tuned(options.tune, (top_k_top_p_triton, penalties_triton, sample_triton))
     table = common.Table(COLUMNS)
     for dtype, vocabulary, rows in product(options.dtype, options.vocabulary, options.rows):
         found = measure(rows, vocabulary, getattr(torch, dtype), copy, options.replays, not options.no_plain)

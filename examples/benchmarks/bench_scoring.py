@@ -17,7 +17,7 @@ import common
 import torch
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.bench.contenders import NoTokenizer, fastest_batch_size
+from hf_batchllm.bench.contenders import fastest_batch_size, padded
 from hf_batchllm.bench.floor import timed
 from hf_batchllm.bench.workload import words_of
 
@@ -46,12 +46,10 @@ def by_a_loop(model: Any, size: int, asked: Sequence[Question]) -> list[float]:
     for begin in range(0, len(order), size):
         places = order[begin : begin + size]
         some = [rows[place] for place in places]
-        ids = [context + answer[:-1] for context, answer in some]
-        width, first = max(map(len, ids)), min(len(context) for context, _ in some) - 1
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=model.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=model.device)
+        ids, mask = padded([context + answer[:-1] for context, answer in some], model.device, "right")
+        width, first = mask.shape[1], min(len(context) for context, _ in some) - 1
         columns = torch.arange(first, width, device=model.device)
-        logits = model(input_ids=padded, attention_mask=mask, use_cache=False, logits_to_keep=columns).logits
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns).logits
         for row, (place, (context, answer)) in enumerate(zip(places, some, strict=True)):
             mine = logits[row, len(context) - 1 - first :][: len(answer)].float().log_softmax(dim=-1)
             found[place] = mine.gather(-1, torch.tensor(answer, device=model.device)[:, None]).sum()  # type: ignore[call-overload]
@@ -59,24 +57,20 @@ def by_a_loop(model: Any, size: int, asked: Sequence[Question]) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser)
-    common.add_numbers(parser, questions=(64, "questions"), choices=(4, "answers to each"), shots=(5, "examples"))
-    common.add_numbers(
-        parser, question=(80, "tokens of a question"), answer=(8, "tokens of an answer"), seed=(0, "seed")
-    )
-    common.add_numbers(parser, runs=(3, "of which the median counts"), rival_questions=(0, "for the loop; 0: all"))
-    parser.add_argument(
-        "--batch-sizes", nargs="+", type=int, default=[1, 4, 16, 64], help="that the loop is tried with"
-    )
-    asked = parser.parse_args(arguments)
+    sizes = {"nargs": "+", "type": int, "default": [1, 4, 16, 64], "help": "that the loop is tried with"}
+    asked = common.read(
+        __doc__, arguments, {"--batch-sizes": sizes}, model="", questions=(64, "questions"),
+        choices=(4, "answers to each"), shots=(5, "examples"), question=(80, "tokens of a question"),
+        answer=(8, "tokens of an answer"), seed=(0, "seed"), runs=common.RUNS,
+        rival_questions=(0, "for the loop; 0: all"),
+    )  # fmt: skip
     model = common.model_of(asked)
     device, every, reports = model.device, questions(asked, words_of(model)), []
     part = every[: asked.rival_questions or None]
 
     def ours(some: Sequence[Question]) -> list[float]:
         # A new generator each time, as a user who makes one call would pay.
-        result = BatchGenerator(model, NoTokenizer()).score(*map(list, zip(*some, strict=True)), progress=False)
+        result = BatchGenerator(model).score(*map(list, zip(*some, strict=True)), progress=False)
         reports.append(result.report)
         return result.logprobs
 

@@ -21,7 +21,6 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hf_batchllm.bench.floor import copy_rate
 from hf_batchllm.bench.workload import SHAPES
 from hf_batchllm.kernels import layer_ops_triton, sample_triton
 from hf_batchllm.kernels.sample_torch import PADDING, Rows
@@ -65,10 +64,6 @@ class Operation:
     moved: int  # bytes
 
 
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
-
-
 def norm_module(model: Model, size: int) -> torch.nn.Module:
     module = (Gemma3RMSNorm if model.form == "gemma" else LlamaRMSNorm)(size, eps=EPS).to("cuda", torch.bfloat16)
     module.weight.data.normal_()
@@ -82,8 +77,8 @@ def rope(model: Model, tokens: int) -> Operation:
 
     def make() -> Tensors:
         angle = torch.rand(tokens, dim // 2, device="cuda").repeat(1, 2)
-        merged = randn(tokens, heads + 2 * kv_heads, dim)
-        caches = (randn(2 * tokens, kv_heads, dim), randn(2 * tokens, kv_heads, dim))
+        merged = common.randn(tokens, heads + 2 * kv_heads, dim)
+        caches = (common.randn(2 * tokens, kv_heads, dim), common.randn(2 * tokens, kv_heads, dim))
         return merged, angle.cos().bfloat16(), angle.sin().bfloat16(), *caches
 
     def ours(merged: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *caches: torch.Tensor) -> Tensors:
@@ -119,7 +114,9 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
         return norm(residual), residual
 
     name = "norm, add, norm" if inner else "add, norm"
-    return Operation(name, lambda: (randn(tokens, hidden), randn(tokens, hidden)), ours, plain, 8 * tokens * hidden)
+    return Operation(
+        name, lambda: (common.randn(tokens, hidden), common.randn(tokens, hidden)), ours, plain, 8 * tokens * hidden
+    )
 
 
 def activation(model: Model, tokens: int) -> Operation:
@@ -133,7 +130,7 @@ def activation(model: Model, tokens: int) -> Operation:
 
     return Operation(
         "gelu x up" if model.form == "gemma" else "silu x up",
-        lambda: (randn(tokens, 2 * model.inter),),
+        lambda: (common.randn(tokens, 2 * model.inter),),
         lambda merged: (layer_ops_triton.act_and_mul(merged, activation=kind),),
         plain,
         2 * 3 * tokens * model.inter,
@@ -143,7 +140,7 @@ def activation(model: Model, tokens: int) -> Operation:
 def greedy(model: Model, rows: int) -> Operation:
     return Operation(
         "greedy",
-        lambda: (randn(rows, model.vocabulary),),
+        lambda: (common.randn(rows, model.vocabulary),),
         lambda logits: (sample_triton.greedy(logits),),
         lambda logits: (logits.float().argmax(dim=-1),),
         2 * rows * model.vocabulary,
@@ -161,7 +158,7 @@ def gumbel(model: Model, rows: int) -> Operation:
     seed = torch.tensor([5], device="cuda")
     return Operation(
         "sample",
-        lambda: (randn(rows, model.vocabulary),),
+        lambda: (common.randn(rows, model.vocabulary),),
         lambda logits: (sample_triton.gumbel_sample(logits, 0.7, seed, numbers, numbers, numbers),),
         plain,
         2 * rows * model.vocabulary,
@@ -224,19 +221,15 @@ def operations(model: Model, tokens: int, sampled: int) -> list[Operation]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-8b"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 8192])
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the operations' names")
-    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="other constants of the kernels")
-    common.add_numbers(parser, sampled=(512, "most rows through the LM head"), replays=(15, "of each graph"))
-    common.add_json(parser)
-    options = parser.parse_args(arguments)
-    common.need_gpu()
-    common.set_constants(options.tune, (layer_ops_triton, sample_triton))
-    torch.manual_seed(0)
-    copy = copy_rate(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)
+    flags: common.Flags = {
+        "--model": {"nargs": "+", "choices": MODELS, "default": ["llama-8b"]},
+        "--tokens": {"nargs": "+", "type": int, "default": [64, 256, 8192]},
+        "--only": {"nargs": "+", "default": [""], "help": "parts of the operations' names"},
+        **common.TUNE,
+    }
+    numbers = {"sampled": (512, "most rows through the LM head"), "replays": (15, "of each graph")}
+    options = common.read(__doc__, arguments, flags, on="gpu", figures=True, **numbers)
+    copy = common.begin_tuned(options.tune, (layer_ops_triton, sample_triton))
     columns = {"model": "<11", "tokens": "6", "operation": "<20", "us": "8.2f", "GB/s": "6.0f", "share": "6.1%"}
     table = common.Table({**columns, "plain us": "9.2f", "ratio": "6.1f", "differ": "8.1e", "far": "8.1e"})
     for name in options.model:

@@ -193,17 +193,17 @@ def on_rank(rank: int, asked: argparse.Namespace, folder: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--config", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    common.add_numbers(parser, gpus=(2, "that have the model together"), requests=(256, "prompts"))
-    common.add_numbers(parser, runs=(3, "of which the median counts"))
-    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=[*WORKLOADS])
-    parser.add_argument("--no-single", action="store_true", help="leave out the run on one GPU")
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--group-sums", action="store_true", help="sums by NCCL, as if GPUs shared no memory")
-    parser.add_argument("--short", action="store_true", help="a twentieth of the tokens: a trial")
-    asked = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--config": {"choices": SHAPES, "default": "llama-8b"},
+        "--only": {"nargs": "*", "choices": WORKLOADS, "default": [*WORKLOADS]},
+        "--no-single": {"action": "store_true", "help": "leave out the run on one GPU"},
+        "--no-graphs": {"action": "store_true"},
+        "--group-sums": {"action": "store_true", "help": "sums by NCCL, as if GPUs shared no memory"},
+        "--short": {"action": "store_true", "help": "a twentieth of the tokens: a trial"},
+    }
+    asked = common.read(
+        __doc__, arguments, flags, gpus=(2, "that have the model together"), requests=(256, "prompts"), runs=common.RUNS
+    )
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(on_rank, (asked, folder), nprocs=asked.gpus)
 

@@ -15,19 +15,18 @@ from collections.abc import Sequence
 import common
 import numpy as np
 import torch
-from bench_prompt_step import Forward, build, kernels_here
+from bench_prompt_step import Forward, kernels_here
 
 from hf_batchllm.patches.fusion import Fusion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--shape", default="llama-8b", choices=common.DENSE)
-    common.add_numbers(parser, tokens=(8192, "of the whole step"), length=(2048, "tokens of each prompt"))
-    common.add_numbers(parser, seconds=(10, "in all"), layers=(0, "fewer than the shape has; 0: all"))
-    chosen = parser.parse_args(arguments)
-    common.need_gpu()
-    model, kernels = build(chosen.shape, chosen.layers), kernels_here()
+    flags = {"--shape": {"default": "llama-8b", "choices": common.DENSE}}
+    chosen = common.read(
+        __doc__, arguments, flags, on="gpu", tokens=(8192, "of the whole step"), length=(2048, "tokens of each prompt"),
+        seconds=(10, "in all"), layers=(0, "fewer than the shape has; 0: all"),
+    )  # fmt: skip
+    model, kernels = common.random_shape(chosen.shape, chosen.layers), kernels_here()
     fusion = Fusion(model)
     whole = Forward(model, fusion, kernels, chosen.tokens, chosen.length)
     halves = [Forward(model, fusion, kernels, chosen.tokens // 2, chosen.length) for _ in range(2)]

@@ -27,9 +27,8 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from attention import EVERY, NEVER
-from attention import DecodeBatch as Batch
-from bench_decode_attention import Inputs, measure
+from attention import EVERY, NEVER, Problem, decode_batch
+from bench_decode_attention import measure
 
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
@@ -43,7 +42,7 @@ SHORT = {"BLOCKS[16]": "B16", "BLOCKS[64]": "B64", "MIN_PAGES": "MIN"}
 TILES = {"BLOCKS[16]": 16, "BLOCKS[64]": 64}
 VALUES = {"BLOCKS[16]": [2, 3, 4, 5, 6], "BLOCKS[64]": [1, 2, 3, 4], "MIN_PAGES": [2, 4, 8]}
 ROWS, WINDOW = 256, 1024
-Make = Callable[..., Inputs]  # takes a batch and a window
+Make = Callable[..., Problem]  # takes how a batch is written, and a window
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def splits(make: Make, names: list[str]) -> dict[str, Any]:
     now = {name: in_force(name) for name in VALUES}
     ratios: dict[tuple[str, int], list[float]] = {}
     for text in names:
-        inputs = make(Batch.parse(text))
+        inputs = make(text)
         rule = measure(inputs)["ms"]
         limited = [measure(inputs, most_pages=pages)["ms"] for pages in MOST_PAGES]
         others = {}
@@ -145,7 +144,7 @@ def gate_table(make: Make, title: str, text: Callable[[int, int], str], rows: li
     for count in rows:
         line = []
         for size in tokens:
-            inputs = make(Batch.parse(text(count, size)), window)
+            inputs = make(text(count, size), window)
             both = [measure(inputs, gate=gate, gate_merged=merged)["ms"] for gate, merged in ((EVERY, EVERY), gates)]
             line.append(Cell(count, size, *both))
             del inputs
@@ -178,48 +177,41 @@ def conclude(found: dict[str, Any], tables: dict[str, list[Cell]]) -> dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_numbers(parser, heads=(32, "query heads"), kv_heads=(8, "KV heads"), dim=(128, "of a head"))
-    common.add_numbers(parser, own=(250, "tokens of each row's own, where there is no window"))
-    parser.add_argument("--quick", action="store_true", help="a smaller grid")
-    common.add_json(parser)
-    options = parser.parse_args(arguments)
-    common.need_gpu()
+    options = common.read(
+        __doc__, arguments, {"--quick": {"action": "store_true", "help": "a smaller grid"}}, on="gpu", figures=True,
+        heads=(32, "query heads"), kv_heads=(8, "KV heads"), dim=(128, "of a head"),
+        own=(250, "tokens of each row's own, where there is no window"),
+    )  # fmt: skip
     torch.manual_seed(0)
     begin = time.perf_counter()
     gc.freeze()  # capturing a graph may collect garbage first, and there are some 400 graphs
     common.warm_branches()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__};", end=" ")
-    print(f"{options.heads} / {options.kv_heads} heads of {options.dim}")
+    print(f"{common.card()}; {options.heads} / {options.kv_heads} heads of {options.dim}")
 
-    def make(batch: Batch, window: int | None = None) -> Inputs:
-        return Inputs.make(batch, options.heads, options.kv_heads, options.dim, caches=2, window=window)
+    def make(text: str, window: int | None = None) -> Problem:
+        return Problem.make(decode_batch(text), options.heads, options.kv_heads, options.dim, caches=2, window=window)
 
-    own = options.own
-    few = options.quick
+    few, own = options.quick, options.own
     rows = [2, 16] if few else [2, 4, 8, 16, 64]
     tokens = [64, 192, 512] if few else [32, 64, 128, 192, 256, 384, 512]
     seen = [64, 256, 512] if few else [64, 128, 192, 256, 512]
     found = splits(make, SPLIT_BATCHES[:3] if few else SPLIT_BATCHES)
     alone, merged = (NEVER, NEVER), (EVERY, NEVER)
-    tables = {
-        "alone": gate_table(
-            make, "The gate: nothing but this prefix makes rows merge",
-            lambda count, size: f"{ROWS // count}x{count}:{size}+{own}", rows, tokens, alone,
-        ),
-        "merged": gate_table(
-            make, "The gate where rows merge anyway: below 2,000 tokens that all share",
-            lambda count, size: f"2000/{ROWS // count}x{count}:{size}+{own}", rows, tokens, merged,
-        ),
-        "alone, window": gate_table(
-            make, f"A window of {WINDOW}, so many of a prefix's 4,000 tokens in sight",
-            lambda count, size: f"{ROWS // count}x{count}:4000+{WINDOW - size}", rows, seen, alone, WINDOW,
-        ),
-        "merged, window": gate_table(
-            make, f"A window of {WINDOW} where rows merge anyway: below 4,000 tokens that all share, 128 of their own",
-            lambda count, size: f"4000/{ROWS // count}x{count}:{size}+128", rows, seen, merged, WINDOW,
-        ),
+    each: dict[str, tuple[str, Callable[[int, int], str], list[int], tuple[float, float], int | None]] = {
+        "alone": ("The gate: nothing but this prefix makes rows merge",
+                  lambda count, size: f"{ROWS // count}x{count}:{size}+{own}", tokens, alone, None),
+        "merged": ("The gate where rows merge anyway: below 2,000 tokens that all share",
+                   lambda count, size: f"2000/{ROWS // count}x{count}:{size}+{own}", tokens, merged, None),
+        "alone, window": (f"A window of {WINDOW}, so many of a prefix's 4,000 tokens in sight",
+                          lambda count, size: f"{ROWS // count}x{count}:4000+{WINDOW - size}", seen, alone, WINDOW),
+        "merged, window": (f"A window of {WINDOW} where rows merge anyway: below 4,000 tokens that all share, 128 of "
+                           "their own", lambda count, size: f"4000/{ROWS // count}x{count}:{size}+128",
+                           seen, merged, WINDOW),
     }  # fmt: skip
+    tables = {
+        name: gate_table(make, title, text, rows, sizes, gates, window)
+        for name, (title, text, sizes, gates, window) in each.items()
+    }
     suggested = conclude(found, tables)
     print(f"{time.perf_counter() - begin:.0f} s")
     written = {

@@ -20,7 +20,7 @@ import bench_decode_attention as decode
 import bench_prefill_attention as prefill
 import common
 import torch
-from attention import DecodeBatch, PrefillBatch
+from attention import Problem, decode_batch, prefill_batch
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from hf_batchllm.kernels import cards, prefill_triton
@@ -59,12 +59,11 @@ def timed(kind: str, inputs: list[Any], dim: int) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    common.add_numbers(parser, dim=(128, "of heads; there are 32, and 8 KV heads"))
-    parser.add_argument("--kinds", nargs="+", choices=LINES, default=list(LINES))
-    parser.add_argument("--tight", action="store_true", help="with the memory on chip of the card in the table")
-    options = parser.parse_args(arguments)
-    common.need_gpu()
+    flags: common.Flags = {
+        "--kinds": {"nargs": "+", "choices": LINES, "default": list(LINES)},
+        "--tight": {"action": "store_true", "help": "with the memory on chip of the card in the table"},
+    }
+    options = common.read(__doc__, arguments, flags, on="gpu", dim=(128, "of heads; there are 32, and 8 KV heads"))
     torch.manual_seed(0)
     common.warm_branches()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -78,10 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for kind in options.kinds:
         names = BATCHES[kind]
         for name in set(names) - made.keys():
-            if kind == "prefill":
-                made[name] = prefill.Inputs.make(PrefillBatch.parse(name), 32, 8, options.dim, 3)
-            else:
-                made[name] = decode.Inputs.make(DecodeBatch.parse(name), 32, 8, options.dim, 3)
+            batch = prefill_batch(name) if kind == "prefill" else decode_batch(name)
+            made[name] = Problem.make(batch, 32, 8, options.dim, 3)
         inputs = [made[name] for name in names]
         rows = []
         for launched in product(LINES[kind], WARPS, STAGES, BOXES):

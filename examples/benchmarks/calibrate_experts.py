@@ -147,17 +147,16 @@ def measure(jobs: list[Job], layers: list[Layer], ends: float) -> list[tuple[flo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 256, 1024, 8192])
-    common.add_numbers(parser, processes=(12, "that compile kernels"), best=(5, "tiles that are listed"))
-    common.add_numbers(parser, seconds=(10**9, "after so many nothing new is timed"))
-    common.add_json(parser)
-    options = parser.parse_args(arguments)
-    common.need_gpu()
-    ends = time.time() + options.seconds
-    rates = measure_rates(torch.device("cuda"), DTYPE)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {rates}; microseconds for a layer")
+    flags: common.Flags = {
+        "--shapes": {"nargs": "+", "choices": NAMES, "default": NAMES},
+        "--tokens": {"nargs": "+", "type": int, "default": [16, 64, 256, 1024, 8192]},
+    }
+    options = common.read(
+        __doc__, arguments, flags, on="gpu", figures=True, processes=(12, "that compile kernels"),
+        best=(5, "tiles that are listed"), seconds=(10**9, "after so many nothing new is timed"),
+    )  # fmt: skip
+    ends, rates = time.time() + options.seconds, measure_rates(torch.device("cuda"), DTYPE)
+    print(f"{common.card()}; {rates}; microseconds for a layer")
     results = []
     for name in options.shapes:
         shape = ExpertShape.of(name)

@@ -135,12 +135,12 @@ def check_list(dice: random.Random, model: Any, longest: int, new_tokens: int, i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = common.parser_of(__doc__)
-    common.add_model(parser, dtype="bfloat16")
-    common.add_numbers(parser, cases=(64, "at least so many"), longest=(1500, "tokens of a prompt"), seed=(0, "of all"))
-    common.add_numbers(parser, new=(40, "tokens of an answer, at most"), seconds=(10**9, "at most so many"))
-    parser.add_argument("--without", action="store_true", help="without the flag, where cases should differ")
-    asked = parser.parse_args(arguments)
+    flags = {"--without": {"action": "store_true", "help": "without the flag, where cases should differ"}}
+    asked = common.read(
+        __doc__, arguments, flags, model="bfloat16", cases=(64, "at least so many"),
+        longest=(1500, "tokens of a prompt"), seed=(0, "of all"), new=(40, "tokens of an answer, at most"),
+        seconds=(10**9, "at most so many"),
+    )  # fmt: skip
     model = common.model_of(asked)
     counted: Counter[str] = Counter()
     began, number = time.monotonic(), 0

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from hf_batchllm.bench.floor import timed
-from hf_batchllm.bench.workload import SHAPES, load_model, shape, words_of
+from hf_batchllm.bench.floor import copy_rate, timed
+from hf_batchllm.bench.workload import SHAPES, Workload, known_config, load_model, random_model, shape, words_of
 
 Inputs = TypeVar("Inputs")
 
@@ -58,43 +58,78 @@ def layer_products(name: str) -> list[tuple[int, int]]:
 # Options
 
 
-def parser_of(about: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+RFC = {
+    "requests": (64, "prompts"), "degree": (16, "prompts that share each prefix"),
+    "shared": (512, "tokens of a prefix"), "own": (32, "further tokens of a prompt"), "new": (32, "new tokens"),
+}  # fmt: skip
+RUNS = (3, "of which the median counts")
+Flags = Mapping[str, Mapping[str, Any]]
+FLOOR: Flags = {"--floor": {"action": argparse.BooleanOptionalAction, "default": torch.cuda.is_available()}}
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+def read(
+    about: str | None,
+    arguments: Sequence[str] | None,
+    more: Flags | None = None,
+    *,
+    on: str = "any",
+    model: str | None = None,
+    figures: bool = False,
+    **numbers: tuple[int, str],
+) -> argparse.Namespace:
+    """The options of a script.
 
-
-def add_model(parser: argparse.ArgumentParser, dtype: str = "", folder: bool = True) -> None:
-    """``dtype``: the default; float32 on a CPU and bfloat16 elsewhere if empty."""
-    if folder:
+    more: flags, with what ``add_argument`` takes. numbers: options that take a whole number, with default and help.
+    on: "any": also --device; "gpu": ends the script where there is none; "host": neither. model: also the options of
+    ``model_of``, with this default for --dtype. figures: also --json.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if model is not None:
         parser.add_argument("--model", help="a folder or a name on the hub, in place of random weights")
-    parser.add_argument("--config", default="tiny", help="a shape with random weights (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default=dtype, choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--threads", type=int, help="torch's threads on a CPU")
-
-
-def add_numbers(parser: argparse.ArgumentParser, **options: tuple[int, str]) -> None:
-    """Options that take a whole number: their default and their help."""
-    for name, (default, text) in options.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default:,})")
+        text = "a shape with random weights (default: %(default)s)"
+        parser.add_argument("--config", type=known_config, default="tiny", help=text)
+        text = f"default: {model or 'float32 on a CPU, else bfloat16'}"
+        parser.add_argument("--dtype", default=model, choices=("bfloat16", "float16", "float32"), help=text)
+        parser.add_argument("--threads", type=int, help="torch's threads on a CPU")
+    if on == "any":
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, (default, text) in numbers.items():
+        flag, text = "--" + name.replace("_", "-"), f"{text} (default: {default:,})"
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    for flag, given in (more or {}).items():
+        parser.add_argument(flag, **given)
+    if figures:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    asked = parser.parse_args(arguments)
+    if on == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA GPU, and there is none here")
+    return asked
 
 
 def model_of(asked: argparse.Namespace) -> Any:
     """The model that was asked for. Prints what it is."""
     logging.set_verbosity_error()
-    device = torch.device(asked.device)
+    device = torch.device(getattr(asked, "device", "cuda"))
     dtype = asked.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    given = getattr(asked, "model", None)
-    model = load_model(given, None if given else asked.config, device, getattr(torch, dtype))
+    model = load_model(asked.model, asked.config, device, getattr(torch, dtype))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-    print(f"{given or asked.config}, {dtype}, on {where}, torch {torch.__version__}", flush=True)
+    print(f"{asked.model or asked.config}, {dtype}, on {where}, torch {torch.__version__}", flush=True)
     return model
+
+
+def workload_of(asked: argparse.Namespace, kind: str = "rfc") -> Workload:
+    """Of the options in RFC."""
+    return Workload(asked.requests, asked.shared, asked.own, asked.new, asked.degree, kind=kind)
+
+
+def random_shape(
+    name: str, layers: int = 0, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **less: Any
+) -> Any:
+    """A model of one of SHAPES, with so many layers if a number is given. ``less``: other values for its fields."""
+    fields = SHAPES[name] | ({"num_hidden_layers": layers} if layers else {}) | less
+    return random_model(AutoConfig.for_model(**fields), torch.device(device), dtype)
 
 
 def end_at_random(model: Any, after: int) -> None:
@@ -104,14 +139,21 @@ def end_at_random(model: Any, after: int) -> None:
     )
 
 
-def set_constants(settings: Iterable[str], modules: Iterable[ModuleType]) -> None:
-    """Sets each ``NAME=VALUE`` in the first module that has such a constant."""
+TUNE: Flags = {"--tune": {"nargs": "+", "default": [], "metavar": "NAME=VALUE", "help": "constants of the kernels"}}
+
+
+def begin_tuned(settings: Sequence[str], modules: Sequence[ModuleType]) -> float:
+    """Sets each ``NAME=VALUE`` in the first module that has such a constant. Returns the rate of a large copy."""
     for setting in settings:
         name, _, value = setting.partition("=")
         module = next((module for module in modules if isinstance(getattr(module, name, None), int)), None)
         if module is None:
             raise SystemExit(f"{name} is no constant of the kernels")
         setattr(module, name, int(value))
+    torch.manual_seed(0)
+    copy = copy_rate(torch.device("cuda"))
+    print(f"{card()}; copy {copy / 1e12:.2f} TB/s; us", *settings)
+    return copy
 
 
 # Tables
@@ -185,10 +227,12 @@ def median_seconds(runs: int, work: Callable[[], object]) -> float:
     return statistics.median(taken[1:])
 
 
-def need_gpu() -> None:
-    """Ends the script with a message if there is no GPU."""
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a CUDA GPU, and there is none here")
+def randn(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*sizes, dtype=dtype, device="cuda")
+
+
+def card() -> str:
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
 def event_ms(function: Callable[[], object], count: int, wait: bool = False) -> float:

@@ -146,15 +146,15 @@ SCHEDULERS: dict[str, Callable[[], BaseScheduler]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = common.parser_of(__doc__)
-    parser.add_argument("--cases", default="", help="only those whose names contain this")
-    parser.add_argument("--schedulers", nargs="+", choices=SCHEDULERS, default=[*SCHEDULERS])
-    common.add_numbers(parser, budget=(_BUDGET, "tokens in a step"))
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw one case into this .svg, .png or .pdf")
-    asked = parser.parse_args(arguments)
+    flags: common.Flags = {
+        "--cases": {"default": "", "help": "only those whose names contain this"},
+        "--schedulers": {"nargs": "+", "choices": SCHEDULERS, "default": [*SCHEDULERS]},
+        "--plot": {"type": Path, "metavar": "FILE", "help": "draw one case into this .svg, .png or .pdf"},
+    }
+    asked = common.read(__doc__, arguments, flags, on="host", budget=(_BUDGET, "tokens in a step"))
     chosen = [case for case in cases() if asked.cases in case.name]
     if not chosen or (asked.plot is not None and len(chosen) > 1):
-        parser.error(f"--cases: {asked.cases!r} is in the names of {len(chosen)}; --plot draws one")
+        raise SystemExit(f"--cases: {asked.cases!r} is in the names of {len(chosen)}; --plot draws one")
     print("Simulated: Llama-8B's shape on an H200. Seconds, share of the floor, preemptions\n")
     columns = {"": "<32"}
     for name in asked.schedulers:

@@ -22,7 +22,7 @@ from ..config import BatchConfig
 from . import __doc__ as about
 from .contenders import Measurement, Ours, best_batch_size, by_generate, by_generate_batch, machine_name, measure
 from .floor import Floor, NoFloorError, Shape, floor_of, measure_rates, with_shares
-from .workload import SHAPES, Tokens, Workload, load_model, words_of
+from .workload import SHAPES, Workload, known_config, load_model, words_of
 
 _DEFAULTS = {
     "rfc": {"requests": 64, "degree": 16, "shared": 512, "own": 32, "new": 32},
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_ba
     figures["work"] = "\n".join(map(str, asked.workloads))
     print(f"{name}, {asked.dtype}, on {figures['machine']}\n{figures['work']}\n", flush=True)
 
-    ours, rows = Ours(model, asked.fields), []
+    ours, rows = Ours(model, dict(asked.set)), []
     for workload in asked.workloads:
         name = "hf_batchllm" + (f", degree {workload.degree}" if len(asked.workloads) > 1 else "")
         rows.append(measure(ours, model, Measurement(name, workload), asked.runs))
@@ -94,16 +94,14 @@ def floor_for(model: Any, ran: Measurement) -> tuple[Callable[[Workload], Floor]
         sizes = Shape.of(model)
     except NoFloorError as error:
         return None, str(error)
-    print("rates of the machine ...", end=" ", flush=True)
     rates = measure_rates(model.device, model.dtype)
-    print(rates, flush=True)
+    print(f"rates of the machine: {rates}", flush=True)
     if sizes.mixtures:
-        print("routing of the run ...", end=" ", flush=True)
         try:
             sizes = with_shares(sizes, model, ran.workload.prompts(words_of(model)), ran.tokens)
-            print(f"counted over {sizes.routed_tokens:,} tokens", flush=True)
+            print(f"routing of the run: counted over {sizes.routed_tokens:,} tokens", flush=True)
         except Exception as error:  # out of memory, for example: the other figures stand
-            print(f"{type(error).__name__}; experts are taken to be chosen equally often")
+            print(f"routing of the run: {type(error).__name__}; experts are taken to be chosen equally often")
     return lambda workload: floor_of(sizes, workload.groups, rates), ""
 
 
@@ -120,20 +118,22 @@ def _measure_rivals(
         rows.append(measure(partial(by_generate, model, best), model, row, asked.runs, rival=True))
     if "generate_batch" in asked.rivals and not several:
         part = workload.first(asked.rival_requests or (64 if cuda else workload.requests))  # up to half a second each
-        orders: dict[str, Tokens | None] = {"generate_batch": None}
+        ways = [("generate_batch", part)]
         if part.shared:
-            shuffled: dict[str, Tokens | None] = {"generate_batch, shuffled": None} if part.shuffle else {}
-            orders = {**shuffled, "generate_batch, sorted": part.grouped(words_of(model))}
-        for name, prompts in orders.items():
-            run, row = partial(by_generate_batch, model), Measurement(name, part)
-            rows.append(measure(run, model, row, asked.runs, prompts=prompts, rival=True))
+            ways = [("generate_batch, sorted", replace(part, shuffle=False))]
+            ways = [("generate_batch, shuffled", part), *ways] if part.shuffle else ways
+        for name, each in ways:
+            rows.append(
+                measure(partial(by_generate_batch, model), model, Measurement(name, each), asked.runs, rival=True)
+            )
     return tried
 
 
 def _same_tokens(ours: Measurement, theirs: Measurement, words: int) -> tuple[int, int]:
     """(prompts with the same tokens from both, prompts compared)."""
-    both = [dict(zip(map(tuple, row.workload.prompts(words)), row.tokens, strict=True)) for row in (ours, theirs)]
-    mine, others = both
+    mine, others = (
+        dict(zip(map(tuple, row.workload.prompts(words)), row.tokens, strict=True)) for row in (ours, theirs)
+    )
     return sum(mine[prompt] == answer for prompt, answer in others.items()), len(others)
 
 
@@ -167,38 +167,56 @@ def floor_line(floor: Floor) -> str:
     return textwrap.fill(text, 118)
 
 
-def _positives(text: str) -> list[int]:
+def positives(text: str) -> list[int]:
     if not all(number.isdecimal() and int(number) for number in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, or several with commas")
     return [int(number) for number in text.split(",")]
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """A field of BatchConfig and its value."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, value
+
+
 _RIVALS = ("generate", "generate_batch")
 _NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {  # options: type, help
     "--threads": (int, "torch's threads on a CPU"),
-    "--requests": (_positives, "prompts. Of several degrees: of each, or of the largest; others then take as long"),
-    "--degrees": (_positives, "prompts that share each prefix (also --degree); several with commas: a table"),
+    "--requests": (positives, "prompts. Of several degrees: of each, or of the largest; others then take as long"),
+    "--degrees": (positives, "prompts that share each prefix (also --degree); several with commas: a table"),
     "--shared": (int, "tokens of each prefix"),
     "--own": (int, "tokens of each prompt after its prefix"),
     "--new": (int, "tokens to generate for each prompt"),
     "--seed": (int, "of the prompts (default: 0)"),
-    "--runs": (int, "of each contender; the median counts (default: 3)"),
-    "--rival-requests": (int, "give the rivals only the first N prompts (default: all; 64 for generate_batch on "
+    "--runs": (positive, "of each contender; the median counts (default: 3)"),
+    "--rival-requests": (positive, "give the rivals only the first N prompts (default: all; 64 for generate_batch on "
                          "a GPU; with several degrees two of generate's best batches)"),
-    "--batch-sizes": (_positives, "that generate is tried with (default: 1,2,4,...,64; on a GPU up to 512)"),
+    "--batch-sizes": (positives, "that generate is tried with (default: 1,2,4,...,64; on a GPU up to 512)"),
 }  # fmt: skip
 
 
 def _read(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
-    """The options, checked before any work. Adds ``workloads`` and ``fields`` (of BatchConfig), made from them."""
+    """The options, checked before any work. Adds ``workloads``, made from them."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(program, description=about, epilog=_EPILOG, formatter_class=raw)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="a folder or a name on the hub")
-    which.add_argument("--config", help=f"random weights (default: tiny): {', '.join(SHAPES)}, or a config.json")
+    text = f"random weights (default: tiny): {', '.join(SHAPES)}, or a config.json"
+    which.add_argument("--config", type=known_config, default="tiny", help=text)
     parser.add_argument("--device", help="default: cuda if there is one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of BatchConfig")
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE",
+                        help="a field of BatchConfig")  # fmt: skip
     parser.add_argument("--workload", choices=tuple(_DEFAULTS), default="rfc", help="default: %(default)s")
     parser.add_argument("--sorted", action="store_true", help="pass the prompts in group by group, not shuffled")
     parser.add_argument("--rivals", default=",".join(_RIVALS), help="default: %(default)s; or one of them, or none")
@@ -206,31 +224,20 @@ def _read(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     for flag, (kind, text) in _NUMBERS.items():
         parser.add_argument(flag, type=kind, metavar="N", help=text)
+    parser.set_defaults(runs=3)
     asked = parser.parse_args(arguments)
     try:
         asked.device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        gpu, asked.runs = asked.device.type != "cpu", 3 if asked.runs is None else asked.runs
+        gpu = asked.device.type != "cpu"
         asked.dtype = getattr(torch, asked.dtype or ("bfloat16" if gpu else "float32"))
         asked.floor = gpu if asked.floor is None else asked.floor
-        asked.config = asked.config or (None if asked.model else "tiny")
-        if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
-            raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
-        for name, number in (("--runs", asked.runs), ("--rival-requests", asked.rival_requests)):
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1")
         asked.rivals = set(asked.rivals.split(","))
         if unknown := asked.rivals - {*_RIVALS, "none"}:
             raise ValueError(f"--rivals: {', '.join(unknown)} is not one of {', '.join(_RIVALS)}, none")
         if asked.json and (asked.json.is_dir() or not asked.json.parent.is_dir()):
             raise ValueError(f"--json {asked.json}: name a file in a folder that there is")
-        asked.workloads, asked.fields = _workloads(asked), {}
-        for name, equals, value in (text.partition("=") for text in asked.set):
-            if not equals:
-                raise ValueError(f"--set takes NAME=VALUE, not {name!r}")
-            asked.fields[name] = value
-            with contextlib.suppress(ValueError):
-                asked.fields[name] = json.loads(value)
-        BatchConfig.of(None, asked.fields)
+        asked.workloads = _workloads(asked)
+        BatchConfig.of(None, dict(asked.set))
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     return asked

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..generator import BatchGenerator
@@ -18,16 +19,6 @@ from .floor import Floor, free_memory, timed
 from .workload import Tokens, Workload, words_of
 
 Run = Callable[[Tokens, Sequence[int]], Tokens]  # prompts, and how many new tokens each gets -> new tokens
-
-
-class NoTokenizer:
-    """In the tokenizer's place: prompts are token ids here, and the text is not read."""
-
-    def __call__(self, texts: list[str]) -> dict[str, Tokens]:
-        raise NotImplementedError("the prompts of a benchmark are token ids")
-
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
-        return ""
 
 
 @dataclass
@@ -41,9 +32,16 @@ class Ours:
     def __call__(self, prompts: Tokens, answers: Sequence[int]) -> Tokens:
         limits = {count: GenerationConfig(max_new_tokens=count) for count in set(answers)}
         given = limits[answers[0]] if len(limits) == 1 else [limits[count] for count in answers]
-        result = BatchGenerator(self.model, NoTokenizer(), **self.fields).generate(prompts, given, progress=False)
+        result = BatchGenerator(self.model, **self.fields).generate(prompts, given, progress=False)
         self.report = result.report
         return result.token_ids
+
+
+def padded(rows: Tokens, device: torch.device, side: str = "left") -> list[torch.Tensor]:
+    """Token ids, and their mask: each [rows, the longest of them]."""
+    ids = [torch.tensor(row) for row in rows]
+    each = (ids, [torch.ones_like(row) for row in ids])
+    return [pad_sequence(some, batch_first=True, padding_side=side).to(device) for some in each]
 
 
 def by_generate(model: Any, size: int, prompts: Tokens, answers: Sequence[int]) -> Tokens:
@@ -52,13 +50,10 @@ def by_generate(model: Any, size: int, prompts: Tokens, answers: Sequence[int]) 
     tokens: Tokens = [[] for _ in prompts]
     for begin in range(0, len(order), size):
         places = order[begin : begin + size]
-        width = max(len(prompts[place]) for place in places)
-        pads = [[0] * (width - len(prompts[place])) for place in places]
-        rows = [pad + prompts[place] for pad, place in zip(pads, places, strict=True)]
-        ids, mask = (torch.tensor(x, device=model.device) for x in (rows, [p + [1] * (width - len(p)) for p in pads]))
+        ids, mask = padded([prompts[place] for place in places], model.device)
         most = max(answers[place] for place in places)
         out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most)
-        for place, row in zip(places, out[:, width:].tolist(), strict=True):
+        for place, row in zip(places, out[:, ids.shape[1] :].tolist(), strict=True):
             tokens[place] = row[: answers[place]]
     return tokens
 
@@ -138,9 +133,7 @@ class Measurement:
 
     name: str
     workload: Workload
-    processes: int = 1  # that ran it, each on a machine of its own as far as the floor goes
     runs: list[float] = field(default_factory=list)  # seconds of each run
-    made: list[int] = field(default_factory=list)  # new tokens of each run
     tokens: Tokens = field(default_factory=list)  # of the last run
     error: str = ""
     peak_bytes: int = 0  # of the device, weights included; 0 on a CPU, where PyTorch does not count
@@ -156,46 +149,47 @@ class Measurement:
 
     @property
     def new_tokens_per_second(self) -> float:
-        return statistics.median(made / seconds for made, seconds in zip(self.made, self.runs, strict=True))
+        return sum(map(len, self.tokens)) / self.seconds
 
     @property
     def share_of_floor(self) -> float | None:
-        return self.floor.seconds / self.processes / self.seconds if self.floor else None
+        return self.floor.seconds / self.seconds if self.floor else None
 
     def as_dict(self) -> dict[str, Any]:
         found = {"name": self.name, "requests": self.workload.requests, "workload": asdict(self.workload)}
         if self.error:
             return found | {"error": self.error}
         names = ("runs", "seconds", "prompts_per_second", "new_tokens_per_second", "share_of_floor", "peak_bytes")
-        floor = self.floor.as_dict() if self.floor else None
-        return found | {name: getattr(self, name) for name in names} | {"floor": floor}
+        each = {name: getattr(self, name) for name in names}
+        return found | each | {"floor": asdict(self.floor) if self.floor else None}
+
+    def time(self, model: Any, run: Callable[[], Tokens]) -> None:
+        """Adds a run."""
+        torch.manual_seed(0)  # a contender that draws its tokens draws the same ones each time
+        seconds, self.tokens = timed(model.device, run)
+        self.runs.append(seconds)
+        print(f"{self.name} {seconds:.2f} s", flush=True)
+
+    def fail(self, error: Exception) -> None:
+        self.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        print(f"{self.name} {self.error[:100]}", flush=True)
 
 
-def measure(
-    run: Run, model: Any, row: Measurement, runs: int, *, prompts: Tokens | None = None, rival: bool = False
-) -> Measurement:
+def measure(run: Run, model: Any, row: Measurement, runs: int, rival: bool = False) -> Measurement:
     """Adds several runs to ``row``, after one over a few prompts that compiles kernels. A rival may fail."""
-    cuda, workload = model.device.type == "cuda", row.workload
-    prompts, answers = prompts or workload.prompts(words_of(model)), workload.answers
-    few, new = (32 * row.processes, 32) if cuda and not rival else (2 * row.processes, 2)
-    print(f"{row.name} ...", end=" ", flush=True)
+    cuda, prompts, answers = model.device.type == "cuda", row.workload.prompts(words_of(model)), row.workload.answers
+    few, new = (32, 32) if cuda and not rival else (2, 2)
     free_memory(model.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(model.device)
     try:
         run(prompts[:few], [min(new, count) for count in answers[:few]])
         for _ in range(runs):
-            torch.manual_seed(0)  # a contender that draws its tokens draws the same ones each time
-            seconds, row.tokens = timed(model.device, partial(run, prompts, answers))
-            row.runs.append(seconds)
-            row.made.append(sum(map(len, row.tokens)))
-            print(f"{seconds:.2f} s", end=" ", flush=True)
+            row.time(model, partial(run, prompts, answers))
     except Exception as error:
         if not rival:
             raise
-        row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        print(row.error[:100], end="")
-    print(flush=True)
+        row.fail(error)
     row.peak_bytes = torch.cuda.max_memory_allocated(model.device) if cuda else 0
     return row
 

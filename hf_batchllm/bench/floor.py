@@ -18,7 +18,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,25 +36,21 @@ from .workload import PromptGroup
 T = TypeVar("T")
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def free_memory(device: torch.device) -> None:
-    """Frees what earlier runs have left in memory."""
+    """Frees what earlier runs have left in memory, and waits for the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    synchronize(device)
+        torch.cuda.synchronize(device)
 
 
-def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds that ``work`` takes, with memory freed beforehand, and what it returns."""
-    free_memory(device)
-    began = time.perf_counter()
-    value = work()
-    synchronize(device)
+def timed(device: torch.device, work: Callable[[], T], free: bool = True) -> tuple[float, T]:
+    """Seconds that ``work`` takes, with memory freed beforehand unless told otherwise, and what it returns."""
+    if free:
+        free_memory(device)
+    began, value = time.perf_counter(), work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - began, value
 
 
@@ -64,30 +60,28 @@ class Rates:
     copy: float  # bytes read and written per second, by a large copy
 
     def __str__(self) -> str:
-        tera = (
-            f"{rate / 1e12:,.0f}" if rate >= 1e14 else f"{rate / 1e12:.3g}" for rate in (self.operations, self.copy)
-        )
+        tera = (f"{float(f'{rate / 1e12:.3g}'):,g}" for rate in (self.operations, self.copy))
         return "{} TFLOP/s and {} TB/s".format(*tera)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Both rates. A GPU slows down once its power budget is spent: that rate counts, hence the warm-up."""
     on_gpu = device.type == "cuda"
-    (rows, narrow, wide), seconds, count = ((4096, 4096, 14336), 2.0, 50) if on_gpu else ((512, 1024, 2816), 0.3, 1)
+    rows, narrow, wide, seconds, count = (4096, 4096, 14336, 2.0, 50) if on_gpu else (512, 1024, 2816, 0.3, 1)
     inputs = torch.randn(rows, narrow, device=device, dtype=dtype)
     there = torch.randn(narrow, wide, device=device, dtype=dtype) / narrow**0.5
     back = torch.randn(wide, narrow, device=device, dtype=dtype) / wide**0.5
-    operations = 0.0
+
+    def some() -> None:
+        for _ in range(count):
+            (inputs @ there) @ back
+
     for _ in ("warm-up", "measured"):
-        done, began = 0, time.perf_counter()
-        while (taken := time.perf_counter() - began) < seconds or not done:
-            for _ in range(count):
-                (inputs @ there) @ back
-            synchronize(device)
+        done, taken = 0, 0.0
+        while taken < seconds:
+            taken += timed(device, some, free=False)[0]
             done += count
-        operations = done * 4 * rows * narrow * wide / taken
-    del inputs, there, back
-    return Rates(operations, copy_rate(device))
+    return Rates(done * 4 * rows * narrow * wide / taken, copy_rate(device))
 
 
 def copy_rate(device: torch.device) -> float:
@@ -95,8 +89,7 @@ def copy_rate(device: torch.device) -> float:
     size = min(1 << 31, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 1 << 27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = source.clone()
-    seconds, _ = timed(device, lambda: [target.copy_(source) for _ in range(10)])
-    return 10 * 2 * size / seconds
+    return 10 * 2 * size / timed(device, lambda: [target.copy_(source) for _ in range(10)])[0]
 
 
 class NoFloorError(ValueError):
@@ -114,10 +107,8 @@ class Mixture:
 
     def met(self, rows: np.ndarray) -> np.ndarray:  # [steps] -> [steps]
         """How many experts steps of so many rows meet, on average: all but those that every row passes by."""
-        shares = np.array(self.shares or (self.top / self.experts,) * self.experts)
-        sizes, which = np.unique(rows, return_inverse=True)
-        passed_by = np.power(1 - np.minimum(shares, 1)[None], sizes[:, None])  # [sizes, experts]
-        return np.asarray((1 - passed_by).sum(1)[which])
+        shares = np.minimum(self.shares or (self.top / self.experts,) * self.experts, 1)
+        return np.asarray((1 - (1 - shares) ** rows[:, None]).sum(1))
 
 
 @dataclass(frozen=True)
@@ -143,21 +134,16 @@ class Shape:
     def step_bytes(self, rows: np.ndarray) -> np.ndarray:  # [steps] -> [steps]
         """Weights that a step of so many rows reads, on average; without experts the number does not matter."""
         whole = np.full(len(rows), float(self.linear_weights + self.head_weights))
-        counted = Counter(self.mixtures).items()
-        return (whole + sum(n * each.weights * each.met(rows) for each, n in counted)) * self.value_bytes
+        return (whole + sum(each.weights * each.met(rows) for each in self.mixtures)) * self.value_bytes
 
     def experts_met(self, rows: np.ndarray) -> float:
         """Of a layer by a step, on average over layers and steps."""
-        if not self.mixtures or not len(rows):
-            return 0.0
-        met = sum(n * each.met(rows).mean() for each, n in Counter(self.mixtures).items())
-        return float(met / len(self.mixtures))
+        return float(np.mean([each.met(rows) for each in self.mixtures])) if self.mixtures and len(rows) else 0.0
 
     @classmethod
     def of(cls, model: Any) -> Shape:
-        config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+        config, found = model.config.get_text_config(decoder=True), inspect_model(model)
         always, experts = _matrices(model)
-        found = inspect_model(model)
         if not found.attention:
             raise NoFloorError("it has no layer that attends")
         heads = found.attention[0].heads  # queries and values may differ in width, and layers as well
@@ -170,7 +156,7 @@ class Shape:
         return cls(
             heads=heads,
             head_dim=widths // (2 * heads * found.layers),
-            head_weights=config.hidden_size * head.weight.shape[0],
+            head_weights=config.hidden_size * model.get_output_embeddings().weight.shape[0],
             linear_weights=always,
             kv_bytes=sum(each.kv_values for each in found.attention) * model.dtype.itemsize,
             windows=tuple(windows),
@@ -182,17 +168,17 @@ class Shape:
 
 def _matrices(model: Any) -> tuple[int, dict[nn.Module, Mixture]]:
     """Weights that every token is multiplied by, without the LM head; and experts, by the module that is called."""
-    head, named = model.get_output_embeddings(), dict(model.named_modules())
-    lists = [
-        each for name, each in named.items() if isinstance(each, nn.ModuleList) and "expert" in name.rpartition(".")[2]
-    ]
-    apart = {id(head), *(id(inner) for each in lists for inner in each.modules())}  # experts as modules of their own
-    linear = [each for each in named.values() if isinstance(each, nn.Linear | Conv1D) and id(each) not in apart]
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    apart: set[nn.Module] = {head}  # and experts as modules of their own
+    for name, each in modules.items():
+        if isinstance(each, nn.ModuleList) and "expert" in name.rpartition(".")[2]:
+            apart.update(each.modules())
+    kinds = nn.Linear | Conv1D
+    linear = [each.weight for each in modules.values() if isinstance(each, kinds) and each not in apart]
     # Short convolutions and the rates of a scan multiply each value a few times: next to nothing beside products.
-    small: list[Any] = [each.weight for each in named.values() if isinstance(each, nn.Embedding | nn.Conv1d)]
+    small = [each.weight for each in modules.values() if isinstance(each, nn.Embedding | nn.Conv1d)]
     small += [each.A_log for _, each, _ in mixers(model) if hasattr(each, "A_log")]
-    known = {id(weight) for weight in [head.weight, *small, *(each.weight for each in linear)]}
-    always, found = sum(each.weight.numel() for each in linear), {}
+    always, found, known = sum(weight.numel() for weight in linear), {}, {head.weight, *small, *linear}
     config = model.config.get_text_config(decoder=True)
     tops = [getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")]
     for each in mixtures(model):
@@ -202,15 +188,14 @@ def _matrices(model: Any) -> tuple[int, dict[nn.Module, Mixture]]:
         if not matrices or top is None:
             continue
         experts = len(matrices[0])
-        known |= {id(weight) for weight in each.module.parameters()}
-        for child in each.parent.children():
-            for weight in child.parameters() if child is not each.module else ():
-                # A router's own matrix; or its biases as a matrix of one row.
-                if weight.ndim == 2 and id(weight) not in known and len(weight) in (experts, 1):
-                    known.add(id(weight))
-                    always += weight.numel() if len(weight) == experts else 0
         found[each.module] = Mixture(experts, top, sum(weight.numel() for weight in matrices) // experts)
-    if any(id(weight) not in known for weight in model.parameters() if weight.ndim > 1):
+        known.update(each.module.parameters())
+        for weight in [weight for child in each.parent.children() for weight in child.parameters()]:
+            # A router's own matrix; or its biases as a matrix of one row.
+            if weight.ndim == 2 and weight not in known and len(weight) in (experts, 1):
+                known.add(weight)
+                always += weight.numel() if len(weight) == experts else 0
+    if any(weight not in known for weight in model.parameters() if weight.ndim > 1):
         raise NoFloorError(
             "not every token meets all of its matrices, and which ones it meets cannot be told: a mixture of experts "
             "that is not held as transformers holds it, or matrices that are no linear layers"
@@ -225,16 +210,15 @@ def with_shares(shape: Shape, model: Any, prompts: Sequence[list[int]], answers:
     The model's own code runs, one sequence at a time. Tokens of answers count, as it is decode steps in which few rows
     meet few experts; those of prompts where no answer has a second token.
     """
-    modules = list(_matrices(model)[1])
-    counts = [torch.zeros(each.experts, dtype=torch.int64, device=model.device) for each in shape.mixtures]
-    seen, first = [0] * len(modules), 0
+    counts = [np.zeros(each.experts) for each in shape.mixtures]
+    seen, first = [0] * len(counts), 0
 
     def count(nth: int, module: nn.Module, given: tuple[Any, ...]) -> None:
-        chosen = given[1][first:]  # [tokens, top]
-        counts[nth] += torch.bincount(chosen.flatten().long(), minlength=len(counts[nth]))[: len(counts[nth])]
+        chosen = given[1][first:].cpu()  # [tokens, top]
+        counts[nth] += np.bincount(chosen.flatten(), minlength=len(counts[nth]))[: len(counts[nth])]
         seen[nth] += len(chosen)
 
-    hooks = [module.register_forward_pre_hook(partial(count, nth)) for nth, module in enumerate(modules)]
+    hooks = [each.register_forward_pre_hook(partial(count, nth)) for nth, each in enumerate(_matrices(model)[1])]
     left = 1 << 17 if model.device.type == "cuda" else 1 << 13  # tokens; and 128 sequences, from all over the list
     places = np.linspace(0, len(prompts) - 1, min(len(prompts), 128)).astype(int)
     try:
@@ -248,53 +232,37 @@ def with_shares(shape: Shape, model: Any, prompts: Sequence[list[int]], answers:
     finally:
         for hook in hooks:
             hook.remove()
-    if not modules or not all(seen):
+    if not all(seen):
         return shape
-    shares = [tuple((found.cpu().numpy() / many).tolist()) for found, many in zip(counts, seen, strict=True)]
-    known = (replace(each, shares=share) for each, share in zip(shape.mixtures, shares, strict=True))
-    return replace(shape, mixtures=tuple(known), routed_tokens=min(seen))
+    each = zip(shape.mixtures, counts, seen, strict=True)
+    known = (replace(mixture, shares=tuple((met / tokens).tolist())) for mixture, met, tokens in each)
+    return replace(shape, mixtures=tuple(known), routed_tokens=min(seen, default=0))
 
 
 @dataclass(frozen=True)
 class Floor:
     """The least time that a run can take, and what it must compute and read."""
 
-    rates: Rates
+    seconds: float
+    products_seconds: float
+    kv_seconds: float
+    weights_seconds: float  # by which reading the weights exceeds the products
     prompt_tokens: int  # that differ
     decode_tokens: int
     operations: float  # of products and of the prompts' attention
     kv_bytes: float  # that decode steps read, each shared prefix once for its group; and states, read and written
-    weights_seconds: float  # by which reading the weights exceeds the products
-    decode_steps_alone: bool  # whether decode steps run without prompts
     experts_met: float  # of a layer by a decode step, on average
     experts: int  # of a layer
     routed_tokens: int  # over which the share of each was counted
-
-    @property
-    def products_seconds(self) -> float:
-        return self.operations / self.rates.operations
-
-    @property
-    def kv_seconds(self) -> float:
-        return self.kv_bytes / self.rates.copy
-
-    @property
-    def seconds(self) -> float:
-        return self.products_seconds + self.kv_seconds + self.weights_seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        rates = {"operations_per_second": self.rates.operations, "copy_bytes_per_second": self.rates.copy}
-        named = {name: getattr(self, name) for name in ("seconds", "products_seconds", "kv_seconds")}
-        return {**named, **rates, **{name: value for name, value in asdict(self).items() if name != "rates"}}
+    rates: Rates
 
 
 def floor_of(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Floor:
     linear, head = 2 * shape.met_weights, 2 * shape.head_weights  # operations of a token
-    alone, layers = not any(group.shared for group in groups), Counter(shape.windows)
     attention = kv = 0.0
     for group in groups:
         own, steps = np.asarray(group.own, dtype=float), np.asarray(group.new, dtype=float) - 1
-        for window, count in layers.items():
+        for window, count in Counter(shape.windows).items():
             pairs = _seen(group.shared, 0, window) + sum(_seen(each, group.shared, window) for each in own)
             attention += count * (4 * shape.heads * shape.head_dim) * pairs
             # The first token comes with the prompt.
@@ -314,11 +282,24 @@ def floor_of(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Floor
     # The fewest steps: all prompts in one, then one for each further token of the longest answer.
     reads = shape.step_bytes(np.array([prompt_tokens, *rows])) / rates.copy
     computes = np.array([of_prompts, *rows * (linear + head)]) / rates.operations
+    alone = not any(group.shared for group in groups)
     short = reads - computes if alone else (reads.sum() - computes.sum())[None]
     operations, waiting = of_prompts + (linear + head) * decode_tokens, float(np.maximum(short, 0).sum())
-    most = max((mixture.experts for mixture in shape.mixtures), default=0)
-    met = shape.experts_met(rows)
-    return Floor(rates, prompt_tokens, decode_tokens, operations, kv, waiting, alone, met, most, shape.routed_tokens)
+    products, reading = operations / rates.operations, kv / rates.copy
+    return Floor(
+        seconds=products + reading + waiting,
+        products_seconds=products,
+        kv_seconds=reading,
+        weights_seconds=waiting,
+        prompt_tokens=prompt_tokens,
+        decode_tokens=decode_tokens,
+        operations=operations,
+        kv_bytes=kv,
+        experts_met=shape.experts_met(rows),
+        experts=max((mixture.experts for mixture in shape.mixtures), default=0),
+        routed_tokens=shape.routed_tokens,
+        rates=rates,
+    )
 
 
 def _seen(queries: float, before: float, window: int | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import statistics
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 Tokens = list[list[int]]  # of each prompt, or of each answer
 
@@ -50,21 +51,34 @@ SHAPES = {
 }  # fmt: skip
 
 
-def load_model(model: str | None, config: str | None, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """``model``: a folder or a name on the hub. ``config``: one of SHAPES or a config.json, with random weights."""
-    auto: Any = AutoModelForCausalLM
-    if model is not None:
-        loaded: PreTrainedModel = auto.from_pretrained(model, dtype=dtype).to(device)
-    else:
-        if config is None or (config not in SHAPES and not Path(config).exists()):
-            raise ValueError(f"--config {config!r} is neither one of {', '.join(SHAPES)} nor a file")
+def known_config(name: str) -> str:
+    """``name``, if it is one of SHAPES or a file: the type of --config."""
+    if name not in SHAPES and not Path(name).exists():
+        raise argparse.ArgumentTypeError(f"{name!r} is neither one of {', '.join(SHAPES)} nor a file")
+    return name
+
+
+def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0, auto: Any = None) -> Any:
+    """Random weights, drawn on the device: on a CPU eight billion of them take long. No token ends an answer."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = (auto or AutoModelForCausalLM).from_config(config, dtype=dtype)
+    return _ready(model)
+
+
+def load_model(model: str | None, config: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """``model``: a folder or a name on the hub; if None, ``config`` with random weights."""
+    if model is None:
         known = AutoConfig.for_model(**SHAPES[config]) if config in SHAPES else AutoConfig.from_pretrained(config)
-        torch.manual_seed(0)
-        with torch.device(device):  # drawn on the device: on a CPU eight billion weights take long
-            loaded = auto.from_config(known, dtype=dtype)
-    loaded.eval()
-    loaded.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    return loaded
+        return random_model(known, device, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+    loaded.config._name_or_path = ""  # so that no tokenizer is found: nobody reads the text of the answers
+    return _ready(loaded)
+
+
+def _ready(model: Any) -> Any:
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model.eval()
 
 
 def words_of(model: Any) -> int:
@@ -107,30 +121,29 @@ class Workload:
 
     @cached_property
     def groups(self) -> list[PromptGroup]:
-        dice = random.Random(self.seed)
+        dice, found = random.Random(self.seed), []
 
-        def draw(median: float, spread: float) -> float:
-            return dice.lognormvariate(math.log(median), spread)
+        def draw(median: float, spread: float, least: int, most: float = math.inf) -> int:
+            return int(min(max(round(dice.lognormvariate(math.log(median), spread)), least), most))
 
-        def of_a_chat(median: float, spread: float, most: int) -> int:  # up to 2,048 the means are about 220 and 200
-            return min(max(round(draw(median, spread) * most / 2048), 4), most)
-
-        found = []
         for begin in range(0, self.requests, self.degree):
             size = min(self.degree, self.requests - begin)
             shared, own, new = self.shared, [self.own] * size, [self.new] * size
-            if self.kind == "sharegpt":
-                own, new = [of_a_chat(100, 1.3, self.own)], [of_a_chat(112, 1.1, self.new)]
+            if self.kind == "sharegpt":  # up to 2,048 the means are about 220 and 200
+                own = [draw(100 * self.own / 2048, 1.3, 4, self.own)]
+                new = [draw(112 * self.new / 2048, 1.1, 4, self.new)]
             elif self.kind == "mixed":  # together, the spreads between groups and within them are those of chats
-                shared = round(draw(self.shared, 0.5))
-                medians = draw(self.own, 0.5), draw(self.new / 10, 0.8)
+                shared = draw(self.shared, 0.5, 0)
+                medians = [
+                    dice.lognormvariate(math.log(many), spread)
+                    for many, spread in ((self.own, 0.5), (self.new / 10, 0.8))
+                ]
                 for at in range(size):
-                    new[at] = min(max(round(draw(medians[1], 0.8)), 10), self.new)
-                    own[at] = max(round(draw(medians[0], 0.5)), 1)
+                    new[at], own[at] = draw(medians[1], 0.8, 10, self.new), draw(medians[0], 0.5, 1)
             found.append(PromptGroup(shared, own, new))
         return found
 
-    def in_order(self, grouped: Sequence[Any]) -> list[Any]:
+    def _in_order(self, grouped: Sequence[Any]) -> list[Any]:
         """From group by group to the order in which prompts are passed in."""
         order = list(range(self.requests))
         if self.shuffle and self.kind != "sharegpt":
@@ -140,9 +153,9 @@ class Workload:
     @property
     def answers(self) -> list[int]:
         """How many tokens each prompt gets, in the order of ``prompts``."""
-        return self.in_order([count for group in self.groups for count in group.new])
+        return self._in_order([count for group in self.groups for count in group.new])
 
-    def grouped(self, vocabulary: int) -> Tokens:
+    def prompts(self, vocabulary: int) -> Tokens:
         dice = random.Random(self.seed + ("rfc", "sharegpt", "mixed").index(self.kind))
         lowest = min(1000, vocabulary // 10)  # the lowest ids are mostly special tokens and bytes
 
@@ -153,10 +166,7 @@ class Workload:
         for group in self.groups:
             prefix = text(group.shared)
             prompts += [prefix + text(own) for own in group.own]
-        return prompts
-
-    def prompts(self, vocabulary: int) -> Tokens:
-        return self.in_order(self.grouped(vocabulary))
+        return self._in_order(prompts)
 
     def first(self, requests: int) -> Workload:
         """The first prompts of it, in whole groups as far as possible: for rivals that would take too long."""
