@@ -43,10 +43,6 @@ RESULTS = (  # a column of the dataset with such a name gets "input_" before it
     *("index", "text", "finish_reason", "prompt_tokens", "new_tokens", "score", "token_ids", "logprobs", "samples"),
     *("adapter", "error", "seed"),
 )
-_ONE_FOR_ALL = (  # in `generate` these may be lists with one for each prompt
-    *("adapter", "chat_template_kwargs", "continue_final_message", "max_prompt_tokens", "truncation_side"),
-    *("schema", "regex", "grammar"),
-)
 _OF_EACH_ROW = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")  # functions that get its number
 _NOT_HERE = {
     "prompt_logprobs": "has no place in a dataset: leave it out",
@@ -172,6 +168,7 @@ def checked_options(given: Mapping[str, Any], generation_config: Any) -> dict[st
     from .inputs.grammar_options import take_grammars
     from .inputs.option_checks import check_call_arguments, check_generation_config, check_values
     from .inputs.option_table import TABLE
+    from .inputs.option_values import is_for_each
     from .inputs.other_names import by_our_names
     from .inputs.prompt_options import take_prompt_options
     from .inputs.unknown_options import unknown_option
@@ -184,7 +181,7 @@ def checked_options(given: Mapping[str, Any], generation_config: Any) -> dict[st
     for name, value in options.items():
         if value is not None and name in _NOT_HERE:
             raise OptionValueError(name, _NOT_HERE[name])
-        if name in _ONE_FOR_ALL and isinstance(value, list | tuple):
+        if name in TABLE and TABLE[name].each and is_for_each(name, value):
             raise OptionValueError(name, "is a list: it is one value for all rows of the dataset")
         if value is not None and name not in TABLE:
             raise unknown_option(name, AnyModel())  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from hf_batchllm.cli import main
 from hf_batchllm.cli.arguments import run_parser
 from hf_batchllm.cli.values import settings_from
 from hf_batchllm.files.settings import NAMES
-from hf_batchllm.inputs.prompt_options import PROMPT_OPTIONS
+from hf_batchllm.inputs.option_table import PROMPT_OPTIONS
 
 RUN = "run in out.jsonl --model m"
 

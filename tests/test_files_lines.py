@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import time
 import warnings
 from pathlib import Path
@@ -27,6 +28,17 @@ GOOD = {"prompt": "w5 w6"}
 
 # -- errors of their line ----------------------------------------------------------------------------------------------
 
+OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
+    ({"top_p": 3}, "`top_p` is 3: it is a probability, from 0 to 1"),
+    ({"min_p": -0.5}, "`min_p` is -0.5: it is a probability"),
+    ({"top_k": -2}, "`top_k` must be at least 0 (0 for none), but is -2"),
+    ({"repetition_penalty": 0}, "`repetition_penalty` must be a float above 0, such as 1.2, not 0"),
+    *(
+        ({name: 10**9}, f"`{name}` must be at most 1,000 (0 for none), but is 1,000,000,000")
+        for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
+    ),
+]
+
 BAD: list[tuple[Any, str]] = [  # (what stands beside a prompt, or the line; its error)
     ({"exponential_decay_length_penalty": [1, 1.5]}, "settings that cannot be used"),  # there is no EOS
     (
@@ -47,7 +59,7 @@ BAD: list[tuple[Any, str]] = [  # (what stands beside a prompt, or the line; its
     *(
         ({name: "x"}, f"`{name}` {FROM_ELSEWHERE[name]}")
         for name in (
-            *("lora", "lora_request", "guided_json", "use_tqdm", "response_format", "random_seed", "max_model_len"),
+            *("lora_request", "guided_json", "use_tqdm", "response_format", "best_of", "bad_words", "repeat_penalty"),
         )
     ),
     ({"lora-request": "x"}, "is called `adapter` here"),
@@ -61,12 +73,7 @@ BAD: list[tuple[Any, str]] = [  # (what stands beside a prompt, or the line; its
             "sequence_bias": '{{"prompt": "w5", "sequence_bias": [[[5], {}]]}}',
         }.items()
     ),
-    *(
-        ({"do_sample": True, name: value}, f": `{name}` is {value}")
-        for name, value in {"top_p": 3, "min_p": -0.5, "top_k": -2, "repetition_penalty": 0}.items()
-    ),
-    ({"no_repeat_ngram_size": 10**9}, ": `no_repeat_ngram_size` is 1,000,000,000"),
-    ({"encoder_no_repeat_ngram_size": 10**9}, ": `encoder_no_repeat_ngram_size` is 1,000,000,000"),
+    *(({"do_sample": True, **given}, f": {why}") for given, why in OUT_OF_RANGE),
     ({"n": 2}, ": `n` is 2, and greedy decoding"),
     ({"n": 2}, DATA_HINT),
     ({"n": "a"}, f": `n` must be a whole number, not 'a'{DATA_HINT}"),
@@ -111,12 +118,7 @@ def test_errors_of_requests_are_in_their_words(body: str, said: str, tmp_path: P
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"top_p": 3, "do_sample": True}, "`top_p` is 3"),
-        ({"min_p": -0.5, "do_sample": True}, "`min_p` is -0.5"),
-        ({"top_k": -2, "do_sample": True}, "`top_k` is -2"),
-        ({"repetition_penalty": 0}, "`repetition_penalty` is 0"),
-        ({"no_repeat_ngram_size": 10**9}, "`no_repeat_ngram_size` is 1,000,000,000.* at most 1,000"),
-        ({"encoder_no_repeat_ngram_size": 10**9}, "`encoder_no_repeat_ngram_size` is 1,000,000,000.* at most 1,000"),
+        *(({"do_sample": True, **given}, re.escape(why)) for given, why in OUT_OF_RANGE),
         ({"temperature": float("nan")}, "`temperature` must be a number"),
         ({"temperature": float("inf")}, "`temperature` must be a number"),
         ({"order": "inptu"}, "`order` must be"),

@@ -118,7 +118,7 @@ def test_mistakes_in_a_line_are_the_lines_errors(ran: Callable[..., Any]) -> Non
     assert "line 2: `chat_template_kwargs` must be a dict" in why[1]
     assert "line 3: `tools` must be a list of tools, not a dict: pass [tool]" in why[2]
     assert "line 4: `tools` is not JSON" in why[3]
-    assert "line 5: `max_prompt_tokens` must be a whole number above 0" in why[4]
+    assert "line 5: `max_prompt_tokens` must be at least 1, but is 0" in why[4]
     assert 'line 6: `truncation_side` must be "left"' in why[5]
     assert "line 7: the prompt is a chat that ends with a call of a tool" in why[6]
 
@@ -191,7 +191,7 @@ def test_flags_of_the_command(saved: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert "`chat_template_kwargs` must be a dict" in refused("--chat-template-kwargs", "[]")
     assert "neither JSON nor a file: nowhere.json" in refused("--tools", "nowhere.json")
     assert "`tools` must be a list of tools, not a dict" in refused("--tools", json.dumps(WEATHER))
-    assert "`max_prompt_tokens` must be a whole number above 0" in refused("--max-prompt-tokens", "0")
+    assert "`max_prompt_tokens` must be at least 1, but is 0" in refused("--max-prompt-tokens", "0")
     assert "goes into `chat_template_kwargs`" in refused("--set", "enable_thinking=false")
 
 
@@ -232,7 +232,7 @@ def test_requests_of_openais(ran: Callable[..., Any], generator: BatchGenerator)
         (request(chat_template_kwargs={"tokenize": False}), "has `tokenize`, which is not for templates"),
         (request(add_generation_prompt=False), "`add_generation_prompt` is false, and nothing is continued"),
         (request(add_generation_prompt=True, continue_final_message=True), "contradicts `continue_final_message`"),
-        (request(truncate_prompt_tokens=-1), "must be a whole number above 0, not -1"),
+        (request(truncate_prompt_tokens=-1), "must be at least 1, but is -1"),
         (request(messages=[{"role": "assistant", "content": None, "tool_calls": ["x"]}]), "without a `function`"),
         (
             request(messages=[{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]),

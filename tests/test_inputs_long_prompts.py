@@ -149,8 +149,8 @@ def test_what_was_cut_is_said_once(generator: BatchGenerator) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"max_prompt_tokens": 0}, "`max_prompt_tokens` must be a whole number above 0, not 0"),
-        ({"max_prompt_tokens": "512"}, "must be a whole number above 0, not '512'"),
+        ({"max_prompt_tokens": 0}, "`max_prompt_tokens` must be at least 1, but is 0"),
+        ({"max_prompt_tokens": "512"}, "must be a whole number, not '512'"),
         ({"max_prompt_tokens": [3, 4]}, "is a list of 2 and there are 1 prompts: it must have one for each"),
         ({"max_prompt_tokens": 3, "truncation_side": "end"}, r'`truncation_side` must be "left" \(the beginning of a'),
     ],
@@ -160,7 +160,7 @@ def test_mistakes_are_named(generator: BatchGenerator, options: dict[str, Any], 
         generator.generate([LONG], max_new_tokens=2, **options)
 
 
-@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "truncation", "max_model_len"])
+@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "max_model_len"])
 def test_names_from_elsewhere(generator: BatchGenerator, name: str) -> None:
     with pytest.raises(UnsupportedOptionError, match="`max_prompt_tokens`"):
         generator.generate([LONG], max_new_tokens=2, **{name: 5})

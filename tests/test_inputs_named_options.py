@@ -12,15 +12,14 @@ import hf_batchllm
 from hf_batchllm import BatchGenerator, run_file
 from hf_batchllm.inputs.named_options import GenerateOptions
 from hf_batchllm.inputs.option_row import Fate
-from hf_batchllm.inputs.option_table import TABLE, names
-from hf_batchllm.inputs.other_names import ALIASES
+from hf_batchllm.inputs.option_table import ALIASES, TABLE, names
 
 BY_HAND = {"prompts", "generation_config", "input_ids", "attention_mask", "seed", "on_error", "progress"}
 
 
 def test_every_option_has_a_type() -> None:
     taken = names(fate=Fate.HONOURED) | names(fate=Fate.NO_EFFECT) | set(ALIASES) | {"top_logprobs"}
-    assert set(GenerateOptions.__annotations__) == taken - BY_HAND, "give a new option its type in named_options.py"
+    assert set(GenerateOptions.__annotations__) == taken - BY_HAND, "give a new option its type in option_chapters.py"
 
 
 @pytest.mark.parametrize("function", [BatchGenerator.generate, BatchGenerator.stream, run_file])

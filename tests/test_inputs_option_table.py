@@ -32,11 +32,9 @@ from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs import option_docs
 from hf_batchllm.inputs import resolve_options as resolving
 from hf_batchllm.inputs.call_arguments import CALL_ARGUMENTS
-from hf_batchllm.inputs.grammar_options import GRAMMAR_OPTIONS
-from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, PromptForm, Subject
-from hf_batchllm.inputs.option_table import TABLE, names
+from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, PromptForm
+from hf_batchllm.inputs.option_table import ALIASES, GRAMMAR_OPTIONS, PROMPT_OPTIONS, TABLE, names
 from hf_batchllm.inputs.options import Options
-from hf_batchllm.inputs.prompt_options import PROMPT_OPTIONS
 from hf_batchllm.inputs.resolve_options import resolve_each, resolve_options
 from hf_batchllm.notices import Notices
 
@@ -139,14 +137,14 @@ def test_our_own_arguments_are_in_the_table_too() -> None:
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
 def test_a_row_says_what_its_fate_needs(row: OptionRow) -> None:
     assert row == TABLE[row.name]
-    assert row.fate in Fate and row.subject in Subject
+    assert row.fate in Fate and row.chapter
     assert (row.where is None) or row.fate is Fate.HONOURED
     if row.fate is Fate.REFUSED:  # it goes on after the name, and ends in what can be done
         assert row.doc.split()[0] in ("is", "has") and not row.doc.endswith(".")
         assert any(what in row.doc.lower() for what in ("leave it out", "pass ", "call the model's", "run the model"))
     if row.fate is Fate.NO_EFFECT:
-        assert row.doc or row.subject in option_docs.WORDS
-    if row.goes_with is not PromptForm.ANY and row.subject is not Subject.PROMPTS:
+        assert row.doc or row.chapter in ("Speculation", "How transformers would run")  # which say it of all
+    if row.goes_with is not PromptForm.ANY and row.chapter != "Prompts and settings":
         assert row.instead.startswith("goes with ")
 
 
@@ -462,7 +460,7 @@ def test_values_that_are_equal_but_not_the_same_are_told_apart() -> None:
         ),
         ([GenerationConfig(), {}], {}, "`generation_config[1]` must be a transformers.GenerationConfig, not a dict"),
         ([GenerationConfig(), GenerationConfig(token_healing=True)], {}, "generation_config[1]: `token_healing`"),
-        ([GenerationConfig(do_sample=True, top_k=-1)], {}, "generation_config[0]: `top_k` is -1"),
+        ([GenerationConfig(do_sample=True, top_k=-1)], {}, "generation_config[0]: `top_k` must be at least 0"),
         ([GenerationConfig()], {"max_new_token": 3}, "`max_new_token` is not an option of generate; did you mean"),
         ([GenerationConfig()], {"logprobs": -1}, "`logprobs` must be a whole number"),
         ([GenerationConfig()] * 2, {"token_healing": True}, "`token_healing` is not supported"),
@@ -477,13 +475,17 @@ def test_the_config_that_is_wrong_is_named(configs: list[Any], asked: dict[str, 
 # -- the documentation -----------------------------------------------------------------------------------------
 
 
+PAGE = (Path(__file__).parent.parent / "docs" / "generate.md").read_text(encoding="utf-8")
+
+
 def test_the_page_is_up_to_date() -> None:
-    """If this fails: python -m hf_batchllm.inputs.option_docs > docs/generate.md"""
-    page = (Path(__file__).parent.parent / "docs" / "generate.md").read_text(encoding="utf-8")
-    assert page == option_docs.page()
+    """If this fails: python -m hf_batchllm.inputs.option_docs docs/generate.md"""
+    assert option_docs.renewed(PAGE) == PAGE
+    for alias, name in ALIASES.items():
+        assert f"`{alias}`" in PAGE and f"(`{name}`)" in PAGE, alias
 
 
 def test_every_option_is_on_the_page_once() -> None:
-    cells = [line.split(" | ")[0] for line in option_docs.page().splitlines() if line.startswith("| `")]
+    cells = [line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| `")]
     named = [name.split("`")[1] for cell in cells for name in cell.split(", ")]
     assert sorted(named) == sorted(TABLE)

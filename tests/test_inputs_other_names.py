@@ -195,7 +195,7 @@ def test_end_tokens_mean_the_same_in_lines_runs_and_requests(generator: BatchGen
     assert ignored["choices"][0]["text"] == free.text
     said = [each["error"]["message"] for each in refused]
     words = (
-        "docs/constrained.md",
+        "`structural_tag` is not supported",
         "pass --set bad_words_ids=... for the whole file",
         "`truncate_prompt_tokens` must be",
     )

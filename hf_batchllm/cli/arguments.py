@@ -20,9 +20,7 @@ from ..errors import BatchLLMError
 from ..files.settings import NAMES, NO_SETTINGS, GenerationSettings, read_settings
 from ..files.templates import unescaped
 from ..inputs.option_row import Takes
-from ..inputs.option_table import TABLE
-from ..inputs.other_names import ALIASES
-from ..inputs.prompt_options import PROMPT_OPTIONS
+from ..inputs.option_table import ALIASES, PROMPT_OPTIONS, TABLE
 from .console import EXIT_CODES_HELP, PROGRAM, reason
 
 _WIDEST_HELP = 110  # columns

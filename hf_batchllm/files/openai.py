@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..inputs.chats import chat_problem
-from ..inputs.grammar_options import GRAMMAR_OPTIONS
 from ..inputs.images.image_parts import is_image_part
+from ..inputs.option_table import ALIASES, CALLED, GRAMMAR_OPTIONS, TABLE
 from ..inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
+from ..inputs.prompt_options import FOR_CHATS
 from ..wording import a_kind, is_number, shown
 from .json_lines import RecordError, wrong
 from .settings import NAMES, GenerationSettings, SettingError, nearest, read_settings
@@ -32,12 +32,8 @@ class OpenAIRequest:
 
 
 # Fields that are settings of the same meaning.
-_SETTINGS = (
-    *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "length_penalty", "n", "stop", "seed", "stop_token_ids", "ignore_eos"),
-    "truncate_prompt_tokens",
-)
-_OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")  # settings, too, of requests with messages
+_SETTINGS = (*ALIASES, *(name for name, row in TABLE.items() if row.in_requests), "truncate_prompt_tokens")
+_OF_CHATS = FOR_CHATS  # settings, too, of requests with messages
 _IGNORED = (  # they change nothing about an answer
     *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "store", "parallel_tool_calls"),
     *("stream_options", "priority", "request_id"),
@@ -64,7 +60,7 @@ _HINTS = {
     "chat_template": "it is the tokenizer's; see --tokenizer",
 }
 # The form of an answer, in names of vLLM -> ours.
-_FORMS = {"guided_json": "schema", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
+_FORMS = {theirs: ours for theirs, ours in CALLED.items() if ours in GRAMMAR_OPTIONS}
 _IN_OUTPUTS = {"json": "schema", "json_object": "schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 _FORM_FIELDS = ("response_format", "structured_outputs", *_FORMS)
 _KNOWN = {"model", "logprobs", "logit_bias", *_FORM_FIELDS, *_SETTINGS, *_OF_CHATS, *_IGNORED}
@@ -151,10 +147,9 @@ def _why_unknown(name: str, endpoint: str) -> str:
     if name in _HINTS:
         return f"is not supported: {_HINTS[name]}"
     if why := FROM_ELSEWHERE.get(name):
-        ours = re.match(r"is called `(\w+)`", why)
-        if ours is None or ours[1] not in NAMES or ours[1] in _KNOWN:
-            return why
-        return f"{why}; a request cannot have it: pass --set {ours[1]}=... for the whole file"
+        ours = CALLED.get(name)
+        needs_set = ours in NAMES and ours not in _KNOWN
+        return f"{why}; a request cannot have it: pass --set {ours}=... for the whole file" if needs_set else why
     near = nearest(name)
     if near == name:
         return f"is not supported in a request: pass --set {name}=... for the whole file"

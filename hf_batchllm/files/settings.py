@@ -8,45 +8,30 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from ..errors import BatchLLMError, OptionValueError
-from ..inputs.grammar_options import GRAMMAR_OPTIONS, Grammar, checked_grammar
-from ..inputs.option_ranges import ZERO_TEMPERATURE, out_of_range
+from ..inputs.grammar_options import Grammar, checked_grammar
 from ..inputs.option_row import Fate, OptionKind, Takes
-from ..inputs.option_table import TABLE
-from ..inputs.option_table import names as option_names
-from ..inputs.other_names import ALIASES, FROM_ELSEWHERE, asks_for_nothing, wanted_logprobs
-from ..inputs.prompt_options import PROMPT_OPTIONS, checked_prompt_option
+from ..inputs.option_table import ALIASES, GRAMMAR_OPTIONS, PROMPT_OPTIONS, TABLE
+from ..inputs.option_values import ZERO_TEMPERATURE, wrong_value
+from ..inputs.other_names import FROM_ELSEWHERE, asks_for_nothing, wanted_logprobs
+from ..inputs.prompt_options import checked_prompt_option
 from ..wording import is_whole, shown
 
-# Not fields of a GenerationConfig.
-NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS, *GRAMMAR_OPTIONS)
-NAMES = frozenset(
-    option_names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"}
-    | {*ALIASES, *NOT_IN_CONFIG, "stop_token_ids", "ignore_eos"}
-)
-_HONOURED = sorted(option_names(fate=Fate.HONOURED) & NAMES | {*ALIASES, *NOT_IN_CONFIG})
+_ROWS = {name: row for name, row in TABLE.items() if row.kind is not OptionKind.ARGUMENT and row.in_lines}
+NAMES = frozenset((*_ROWS, *ALIASES, "top_logprobs"))
+_NOT_IN_CONFIG = {name for name, row in _ROWS.items() if row.kind is OptionKind.ADDED and not row.in_config}
+_HONOURED = sorted(name for name in NAMES if name not in _ROWS or _ROWS[name].fate is Fate.HONOURED)
 # A record's field with such a name is a setting. The other names are common words, which people use for their own data.
 TOP_LEVEL_NAMES = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
-# Names from elsewhere that are usual names of data, too: a field of such a name is the user's own.
-_USUAL_DATA = frozenset(
-    (
-        *("prompt", "text", "texts", "text_inputs", "messages", "conversations", "chats", "prompt_token_ids"),
-        *("model", "config", "params", "sample", "sampling", "device", "dtype", "generator", "verbose", "timeout"),
-        *("documents", "thinking", "tool", "adapted", "stream", "ebnf", "json_schema", "grammars"),
-    )
-)
-NOT_FOR_FILES = {
-    "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
-    "prompt_logprobs": "is not for files: see BatchGenerator.generate",
-}
+_USUAL_DATA = frozenset(("adapted", "grammars"))  # names like those of settings that are usual names of data
 # To pass over names from elsewhere would give another answer than was asked for.
 _OTHER_NAMES = {
-    **{name: why for name, why in FROM_ELSEWHERE.items() if name not in _USUAL_DATA},
+    **FROM_ELSEWHERE,
     "logit_bias": 'is called `sequence_bias` here: [[[token id], bias], ...], as in {"sequence_bias": [[[42], -5.0]]}',
     "enable_thinking": 'goes into `chat_template_kwargs`: {"chat_template_kwargs": {"enable_thinking": false}}',
     "sampling_params": 'is called `settings` here: {"settings": {"temperature": 0.8}}',
@@ -54,9 +39,11 @@ _OTHER_NAMES = {
 _SHORT_NAMES = ("n", "stop", "seed", *GRAMMAR_OPTIONS)  # settings whose names are usual names of data, too
 _SHORTEST_GUESSED = 7  # letters of a setting's name: shorter ones are similar to too many other words
 _SIMILARITY = 0.85
-_AT_LEAST_ONE = ("max_new_tokens", "num_return_sequences", "num_beams")
 _FLOATS = ("temperature", "top_p", "repetition_penalty")  # transformers treats 1 and 1.0 differently
-_WHOLE = {name for name, row in TABLE.items() if row.takes is not Takes.NUMBER} | {*NOT_IN_CONFIG, "top_k"}
+_WHOLE = {name for name, row in TABLE.items() if row.takes not in (Takes.NUMBER, Takes.PENALTY)} | {
+    "top_k",
+    "top_logprobs",
+}
 
 
 class SettingError(BatchLLMError, ValueError):
@@ -157,26 +144,21 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
     for name, given in fields.items():
         value = _from_cell(name, given) if cells else given
         if name not in NAMES:
-            if asks_for_nothing(name, value):
+            if value is None or asks_for_nothing(name, value):
                 continue
-            why = mistaken_name(name) or FROM_ELSEWHERE.get(name)
+            why = mistaken_name(name)
             names = ", ".join(("max_new_tokens", "temperature", "top_p", "stop", "n", "seed"))
             raise SettingError(name, why or f"is not a setting; settings are {names}, ...")
         if value is None:
             continue
-        if name in NOT_FOR_FILES:
-            raise SettingError(name, NOT_FOR_FILES[name])
         known = ALIASES.get(name, name)
         value = _checked(name, known, value)
         if known in found and found[known] != value:
             raise SettingError(name, f"contradicts `{written[known]}`: keep one of them")
         written[known], found[known] = name, value
-    options = {known: value for known, value in found.items() if known not in NOT_IN_CONFIG}
+    options = {known: value for known, value in found.items() if known not in (*_NOT_IN_CONFIG, "top_logprobs")}
     if settle:
         _settle_temperature(options)
-    for known, value in options.items():
-        if isinstance(value, int | float) and (why := out_of_range(known, value)) is not None:
-            raise SettingError(written[known], why)
     forms = [name for name in GRAMMAR_OPTIONS if name in found]
     if len(forms) > 1:
         raise SettingError(forms[1], f"contradicts `{forms[0]}`: an answer has one form, so keep one of them")
@@ -240,8 +222,6 @@ def mistaken_name(name: str) -> str | None:
     """Why a field seems to be meant as a setting, though it has no setting's name; None for the user's own data."""
     if name in _USUAL_DATA:
         return None
-    if name in NOT_FOR_FILES:
-        return NOT_FOR_FILES[name]
     near = _BARE.get(_bare(name))
     if near is None and (why := _BARE_OTHER_NAMES.get(_bare(name))) is not None:
         return why
@@ -314,23 +294,8 @@ def _first_not_finite(value: Any) -> float | None:
     return next((found for found in map(_first_not_finite, inner) if found is not None), None)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_RIGHT: dict[Takes, Callable[[Any], bool]] = {
-    Takes.WHOLE: is_whole,
-    Takes.NUMBER: _is_number,
-    Takes.FLAG: lambda value: isinstance(value, bool),
-    Takes.TOKEN: is_whole,
-    Takes.TOKENS: lambda value: is_whole(value) or (isinstance(value, list | tuple) and all(map(is_whole, value))),
-    Takes.IDS: lambda value: isinstance(value, list | tuple) and all(map(is_whole, value)),
-}
-
-
 def _checked(name: str, known: str, value: Any) -> Any:
-    """The kind of the value, and what no model can use. The model's own checks come before a line is run."""
-    takes = TABLE[known].takes if known in TABLE else Takes.ANYTHING
+    """The value, with what no model can use refused. The model's own checks come before a line is run."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy or torch, where Python calls
     odd = _first_not_finite(value)
     if odd is not None:
@@ -339,27 +304,24 @@ def _checked(name: str, known: str, value: Any) -> Any:
         raise SettingError(name, f"must be a whole number from 0 to 2**64 - 1, not {shown(value)}")
     if known == "adapter" and not isinstance(value, str):
         raise SettingError(name, f"must be the name of an adapter, not {shown(value)}")
-    if known in PROMPT_OPTIONS or known in GRAMMAR_OPTIONS:
-        if known in ("tools", "chat_template_kwargs") and isinstance(value, str):  # as data sets hold them
-            value = _parsed(name, value)
-        try:
-            return checked_prompt_option(known, value) if known in PROMPT_OPTIONS else checked_grammar(known, value)
-        except OptionValueError as error:
-            raise SettingError(name, str(error).removeprefix(f"`{known}` ")) from None
-    if known in NOT_IN_CONFIG:
-        return value
-    if takes in _RIGHT and not _RIGHT[takes](value):
-        raise SettingError(name, f"must be {takes.value}, not {shown(value)}")
-    if known in _AT_LEAST_ONE and value < 1:
-        raise SettingError(name, f"must be at least 1, and is {value}")
-    if known == "stop_strings":
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
-            raise SettingError(name, f"must be a string, or a list of strings, not {shown(value)}")
-        if not all(listed):
-            raise SettingError(name, "holds an empty string, which ends nothing: leave it out")
-        return listed or None
-    return float(value) if known in _FLOATS else value
+    if known in ("tools", "chat_template_kwargs") and isinstance(value, str):  # as data sets hold them
+        value = _parsed(name, value)
+    if known == "stop_strings" and value == []:
+        return None
+    try:
+        if known in PROMPT_OPTIONS:
+            return checked_prompt_option(known, value)
+        if known in GRAMMAR_OPTIONS:
+            return checked_grammar(known, value)
+    except OptionValueError as error:
+        raise SettingError(name, str(error).removeprefix(f"`{known}` ")) from None
+    if known in _FLOATS and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    row = TABLE.get(known)  # none of top_logprobs
+    why = None if row is None else row.not_for_files or wrong_value(row, value, in_files=True)
+    if why:
+        raise SettingError(name, why)
+    return [value] if known == "stop_strings" and isinstance(value, str) else value
 
 
 def _settle_temperature(options: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from ..patches.adapter_swap import active_of, adapted_layers
 from ..wording import a_kind, shown
 from .base_model import base_model
 from .named_options import LEFT_OUT
+from .option_values import check_one_for_each
 
 AS_IT_IS = LEFT_OUT  # no adapter is chosen: the model runs with its active adapters
 _AN_ADAPTER_IS = "an adapter is given by its name, or None for the model without any"
@@ -48,9 +49,7 @@ def adapter_of_each(
         for place, name in enumerate(adapter):
             if not (name is None or isinstance(name, str)):
                 raise OptionValueError("adapter", f"has {shown(name)} at place {place}: {_AN_ADAPTER_IS}")
-        if len(adapter) != count:
-            why = f"is a list of {len(adapter):,} and there are {count:,} prompts: it must have one for each"
-            raise OptionValueError("adapter", why)
+        check_one_for_each("adapter", adapter, count)
         each = list(adapter)
     else:
         raise OptionValueError("adapter", f"is {a_kind(adapter)}: {_AN_ADAPTER_IS}, or a list with one for each prompt")

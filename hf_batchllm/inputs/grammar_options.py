@@ -9,28 +9,12 @@ from typing import Any
 
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..wording import a_kind, either, first_line, shown
-from .option_row import OptionRow, Where, added
+from .option_table import GRAMMAR_OPTIONS
+from .option_values import check_one_for_each, is_for_each
 
 _ANY_OBJECT = '{"type": "object"}'
 _ANY_WORDS = ("json_object", "json")  # strings for the same as True
 _OR_EACH = "or a list with one for each prompt, which holds None where an answer is free"
-
-
-def _row(name: str, doc: str) -> OptionRow:
-    return added(name, Where.STEP, f"{doc} Needs the extra `json`.")
-
-
-ROWS = (
-    _row(
-        "schema",
-        "Answers are JSON of this schema: a dict, a string that holds one, or a class of pydantic's. `True` for any "
-        "JSON object. Or a list, one for each prompt.",
-    ),
-    _row("regex", "Answers match this regular expression as a whole. Or a list, one for each prompt."),
-    _row("grammar", "Answers are of this grammar, as llguidance takes it: Lark. Or a list, one for each prompt."),
-    _row("choice", "Answers are one of these strings. Or a list of such lists, one for each prompt."),
-)
-GRAMMAR_OPTIONS = tuple(row.name for row in ROWS)
 
 
 @dataclass(frozen=True)
@@ -56,9 +40,7 @@ class GivenGrammars:
     def of_each(self, count: int) -> tuple[list[Grammar | None], dict[int, str]]:
         """The grammar of each of ``count`` prompts, and what is wrong with some: a prompt's number, and why."""
         for name, value in self.lists.items():
-            if len(value) != count:
-                why = f"is a list of {len(value):,} and there are {count:,} prompts: it must have one for each"
-                raise OptionValueError(name, why)
+            check_one_for_each(name, value, count)
         whole = next(iter(self.for_all.values()), None)
         if not self.lists:
             return [whole] * count, {}
@@ -98,20 +80,13 @@ def take_grammars(options: dict[str, Any]) -> GivenGrammars | None:
     given = {
         name: value.tolist() if hasattr(value, "tolist") else value for name, value in given.items() if asks(value)
     }
-    lists = {name: value for name, value in given.items() if _is_for_each(name, value)}
+    lists = {name: value for name, value in given.items() if is_for_each(name, value, (list, tuple, Grammar))}
     for_all = {name: checked_grammar(name, value) for name, value in given.items() if name not in lists}
     if len(for_all) > 1:
         *_, last = for_all
         raise OptionValueError(last, f"does not go with {_quoted([*for_all][:-1])}: an answer has one form")
     lists = {name: value for name, value in lists.items() if any(map(asks, value))}
     return GivenGrammars(for_all, lists) if for_all or lists else None
-
-
-def _is_for_each(name: str, value: Any) -> bool:
-    """Whether the value is a list with one for each prompt."""
-    if not isinstance(value, list | tuple):
-        return False
-    return name != "choice" or any(each is None or isinstance(each, list | tuple | Grammar) for each in value)
 
 
 def checked_grammar(name: str, value: Any) -> Grammar:

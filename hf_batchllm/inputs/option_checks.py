@@ -1,29 +1,22 @@
-"""Checks of single values: their kinds, and the ranges that hold for every model.
-
-transformers finds most wrong values itself, some by an error from deep inside. Those are refused here, before it looks.
-"""
+"""Checks of single options: by the table, and of arguments that are objects of transformers or functions."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from numbers import Integral, Real
+from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from ..config import BatchConfig
 from ..errors import OptionValueError, UnsupportedModelError, UnsupportedOptionError
-from ..wording import a_kind, is_bool, is_whole, shown
+from ..wording import a_kind, shown
 from .base_model import GenerativeModel, base_model
 from .call_arguments import CallArguments
-from .option_ranges import LONGEST_NGRAMS, out_of_range
-from .option_row import Takes
 from .option_table import TABLE
+from .option_values import wrong_value
 from .processors_and_criteria import CRITERIA, PROCESSORS, check_list_or_factory
 from .tokenizer import check_tokenizer
 
@@ -52,133 +45,15 @@ def check_generation_config(given: Any, name: str = "generation_config") -> None
     raise UnsupportedOptionError(name, f"must be a transformers.GenerationConfig, not {a_kind(given)}: {hint}")
 
 
-_LEAST = {
-    "num_return_sequences": 1,
-    "num_beams": 1,
-    "prompt_lookup_num_tokens": 0,
-    "max_matching_ngram_size": 1,
-    "num_assistant_tokens": 1,
-}
-
-
 def check_values(options: Mapping[str, Any]) -> None:
     """The kind of each value, and the ranges that hold for every model."""
     for name, value in options.items():
-        row = TABLE.get(name) if value is not None else None
-        if row is None:
-            continue
-        if row.takes is Takes.WHOLE and not is_whole(value):
-            raise OptionValueError(name, f"must be a whole number, not {shown(value)}")
-        if row.takes is Takes.FLAG and not _is_flag(value):
-            raise OptionValueError(name, f"must be True or False, not {shown(value)}")
-        if row.takes is Takes.NUMBER:
-            _check_number(name, value)
-        if row.takes in (Takes.TOKEN, Takes.TOKENS, Takes.IDS):
-            _check_token_ids(name, value, row.takes)
-        if name in _CHECKS:
-            _CHECKS[name](name, value)
-    for name in LONGEST_NGRAMS:
-        value = options.get(name)
-        if value is not None and value > 0 and (why := out_of_range(name, value)) is not None:
+        if value is not None and name in TABLE and (why := wrong_value(TABLE[name], value)) is not None:
             raise OptionValueError(name, why)
-    if options.get("max_new_tokens") is not None and options["max_new_tokens"] <= 0:
-        raise OptionValueError("max_new_tokens", f"must be greater than 0, but is {options['max_new_tokens']}")
-    for name, least in _LEAST.items():
-        if options.get(name) is not None and options[name] < least:
-            raise OptionValueError(name, f"must be at least {least}, but is {options[name]}")
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not is_bool(value)
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value).__name__ in ("bool", "bool_") or (isinstance(value, Integral) and value in (0, 1))
-
-
-def _check_number(name: str, value: Any) -> None:
-    if not _is_real(value) or math.isnan(value):
-        raise OptionValueError(name, f"must be a number, not {shown(value)}")
-    # transformers has the same rule, but its error speaks of `penalty`. A 1 of any type asks for nothing.
-    if name.endswith("repetition_penalty") and value != 1 and not (isinstance(value, float) and value > 0):
-        raise OptionValueError(name, f"must be a float above 0, such as 1.2, not {shown(value)}")
-
-
-def _check_token_ids(name: str, value: Any, takes: Takes) -> None:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        ids: Any = value.tolist() if value.ndim <= 1 else None
-    else:
-        ids = value
-    listed = isinstance(ids, list | tuple)
-    if takes is not Takes.TOKEN and listed and (ids or takes is Takes.IDS):
-        good = all(map(is_whole, ids))
-    else:
-        good = takes is not Takes.IDS and is_whole(ids)
-    if not good:
-        hint = ": tokenizer.convert_tokens_to_ids gives it" if isinstance(value, str) else ""
-        hint = ": for no EOS at all pass None" if name == "eos_token_id" and listed and not ids else hint
-        raise OptionValueError(name, f"must be {takes.value}, not {shown(value)}{hint}")
-
-
-def _check_stop_strings(name: str, value: Any) -> None:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
-        raise OptionValueError(name, f"must be a string, or a list of strings, not {shown(value)}")
-    if not listed:
-        raise OptionValueError(name, f"is {shown(value)}, which names no string: leave it out")
-    if not all(listed):
-        raise OptionValueError(name, f"is {shown(value)}, and an empty string ends nothing: leave it out")
-
-
-def _check_decay(name: str, value: Any) -> None:
-    if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, Real) for each in value)):
-        why = "must be a pair (new tokens before it begins, factor by which it grows), such as (20, 1.1)"
-        raise OptionValueError(name, f"{why}, not {shown(value)}")
-
-
-def _check_early_stopping(name: str, value: Any) -> None:
-    if not isinstance(value, bool) and value != "never":
-        raise OptionValueError(name, f'must be True, False or "never", not {shown(value)}')
-
-
-def _check_watermark(name: str, value: Any) -> None:
-    if not isinstance(value, dict | BaseWatermarkingConfig):
-        why = "must be a WatermarkingConfig or a SynthIDTextWatermarkingConfig of transformers"
-        raise OptionValueError(name, f"{why}, not {shown(value)}")
-
-
-def _check_bad_words(name: str, value: Any) -> None:
-    if not isinstance(value, list | tuple) or not all(_are_tokens(each) for each in value):
-        hint = ": tokenizer(words, add_special_tokens=False).input_ids makes it of words"
-        raise OptionValueError(
-            name, f"must be a list of lists of token ids, such as [[5], [7, 8]], not {shown(value)}{hint}"
-        )
-
-
-def _check_bias(name: str, value: Any) -> None:
-    if isinstance(value, Mapping) and not all(_are_tokens(each) for each in value):
-        raise OptionValueError(
-            name, f"must map tuples of token ids to numbers, such as {{(5,): -1.0}}, not {shown(value)}"
-        )
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(is_whole, value))
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "bad_words_ids": _check_bad_words,
-    "sequence_bias": _check_bias,
-    "stop_strings": _check_stop_strings,
-    "exponential_decay_length_penalty": _check_decay,
-    "watermarking_config": _check_watermark,
-    "early_stopping": _check_early_stopping,
-}
 
 
 def check_call_arguments(given: CallArguments) -> None:
-    for name in ("logprobs", "prompt_logprobs"):
-        _check_logprobs(name, getattr(given, name))
+    check_values({"logprobs": given.logprobs, "prompt_logprobs": given.prompt_logprobs})
     check_list_or_factory(PROCESSORS, given.logits_processor)
     check_list_or_factory(CRITERIA, given.stopping_criteria)
     allowed = given.prefix_allowed_tokens_fn
@@ -213,13 +88,6 @@ def check_assistant(assistant: Any, tokenizer: Any, model: GenerativeModel) -> N
         raise OptionValueError(
             "assistant_model", f"has {theirs:,} tokens and the model {ours:,}: pass a model with the same tokenizer"
         )
-
-
-def _check_logprobs(name: str, value: Any) -> None:
-    if value is not None and (not is_whole(value) or value < 0):
-        # True is refused, too: some libraries take it for 1, others for 0.
-        why = "must be a whole number of at least 0: how many of the likeliest tokens come besides the token itself"
-        raise OptionValueError(name, f"{why}, not {shown(value)}")
 
 
 def _check_negative_prompt(ids: Any, mask: Any) -> None:

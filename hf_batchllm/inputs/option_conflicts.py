@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..notices import Notices
 from .base_model import GenerativeModel
-from .option_ranges import ZERO_TEMPERATURE, out_of_range
+from .option_table import TABLE
+from .option_values import ZERO_TEMPERATURE, out_of_range
 from .options import Options
 
 _NOT_WITH_BEAMS = {
@@ -40,8 +41,8 @@ def check_samples(fields: dict[str, Any], given: GenerationConfig | None, model:
 def check_sampling(config: GenerationConfig) -> None:
     if config.do_sample and config.temperature == 0:
         raise OptionValueError("temperature", ZERO_TEMPERATURE)
-    if config.do_sample and config.top_k is not None and config.top_k < 0:
-        raise OptionValueError("top_k", out_of_range("top_k", config.top_k) or "")
+    if config.do_sample and config.top_k is not None and (why := out_of_range(TABLE["top_k"], config.top_k)):
+        raise OptionValueError("top_k", why)
 
 
 def check_beams(options: Sequence[Options]) -> None:

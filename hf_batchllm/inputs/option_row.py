@@ -1,4 +1,4 @@
-"""One row of the table of options: the columns of ``option_table``, and the values that they take."""
+"""One row of the table of options: the columns of ``option_table``, and the values that they take. No torch."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ class PromptForm(Enum):
 
 
 class Takes(Enum):
-    """The kind of a value, where the value alone tells whether it is right."""
+    """The kind of a value, where the value alone tells whether it is right. ``option_values`` checks them."""
 
     ANYTHING = "anything"  # or a kind that transformers checks itself, with a clear error
     WHOLE = "a whole number"
     NUMBER = "a number"
+    PENALTY = "a float above 0, such as 1.2"
     FLAG = "True or False"
     TOKEN = "a token id"
     TOKENS = "a token id, or a list of them"
     IDS = "a list of token ids"
-
-
-class Subject(Enum):
-    """The chapters of docs/generate.md, in their order."""
-
-    PROMPTS = "Prompts and settings"
-    CHATS = "Chats and long prompts"
-    ENDS = "Lengths and ends"
-    CHOICE = "Greedy or sampled"
-    BEAMS = "Beam search"
-    GRAMMARS = "Answers of a given form"
-    SCORES = "What changes the scores"
-    RESULTS = "What comes back"
-    MODES = "Other ways to generate"
-    SPECULATION = "Speculation"
-    RUNNING = "How transformers would run"
+    TEXTS = "a string, or a list of strings"
 
 
 @dataclass(frozen=True)
 class OptionRow:
-    name: str
     fate: Fate
-    doc: str = ""  # for users; of a refused option it follows the name in the error: why, and what to do
     where: Where | None = None
+    takes: Takes = Takes.ANYTHING
     kind: OptionKind = OptionKind.FIELD
     goes_with: PromptForm = PromptForm.ANY
     instead: str = ""  # the error's words where the option does not go with the form of the prompts
-    takes: Takes = Takes.ANYTHING
     neutral: Any = None  # a value that asks for nothing, besides None, False and empty ones
     sampling_only: bool = False  # greedy decoding ignores it
-    subject: Subject = Subject.PROMPTS
+    least: float | None = None
+    most: float | None = None
+    remedy: str = ""  # follows the words for a number out of the range
+    strict: bool = (
+        False  # the range holds in every call, and else in files: transformers decides what a call makes of it
+    )
+    limit: float | None = None  # more is refused in every call
+    each: str = ""  # how the page names the lists that may hold one for each prompt, where the option takes them
+    in_config: bool = False  # of ours, and yet a GenerationConfig may hold it
+    in_lines: bool = True  # a line of a file may set it, unless it is an argument of ``generate`` alone
+    not_for_files: str = ""  # why files refuse it
+    in_requests: bool = False  # requests of OpenAI's batches may set it by this name
+    called: tuple[str, ...] = ()  # by other libraries; these names are refused with this one as the remedy
+    # The table fills these in.
+    name: str = ""
+    doc: str = ""  # for users; of a refused option it follows the name in the error: why, and what to do
+    chapter: str = ""  # of docs/generate.md
 
     def asks(self, value: Any) -> bool:
         """Whether the value asks for anything."""
@@ -85,25 +85,28 @@ class OptionRow:
         return self.neutral is None or not isinstance(value, Real) or value != self.neutral
 
 
-def honoured(name: str, where: Where | None, doc: str = "", **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.HONOURED, doc, where, **more)
+def honoured(where: Where | None = None, takes: Takes = Takes.ANYTHING, **more: Any) -> OptionRow:
+    return OptionRow(Fate.HONOURED, where, takes, **more)
 
 
-def argument(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ARGUMENT, **more)
+def argument(where: Where | None = None, **more: Any) -> OptionRow:
+    return honoured(where, kind=OptionKind.ARGUMENT, **more)
 
 
-def added(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ADDED, **more)
+def added(where: Where | None = None, takes: Takes = Takes.ANYTHING, **more: Any) -> OptionRow:
+    return honoured(where, takes, kind=OptionKind.ADDED, **more)
 
 
-def no_effect(name: str, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.NO_EFFECT, doc, **more)
+def no_effect(takes: Takes = Takes.ANYTHING, **more: Any) -> OptionRow:
+    return OptionRow(Fate.NO_EFFECT, None, takes, **more)
 
 
-def refused(name: str, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.REFUSED, doc, **more)
+def refused(doc: str, **more: Any) -> OptionRow:
+    return OptionRow(Fate.REFUSED, doc=doc, **more)
 
 
-def chapter(subject: Subject, *rows: OptionRow) -> dict[str, OptionRow]:
-    return {row.name: OptionRow(**{**vars(row), "subject": subject}) for row in rows}
+@dataclass(frozen=True)
+class Alias:
+    """Another library's name for an option, understood everywhere."""
+
+    name: str  # of the option

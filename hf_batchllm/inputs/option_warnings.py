@@ -8,11 +8,11 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..notices import Notices
-from .option_row import Fate, Subject
+from .option_row import Fate
 from .option_table import TABLE, names
 
 _FOR_SAMPLING = [row.name for row in TABLE.values() if row.sampling_only]
-_SPECULATION = sorted(names(fate=Fate.NO_EFFECT, subject=Subject.SPECULATION))
+_SPECULATION = sorted(names(fate=Fate.NO_EFFECT, chapter="Speculation"))
 _PROBABILITIES = ("top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # transformers ignores values above 1
 _FOR_BEAMS = ("early_stopping", "length_penalty")
 _EXTRA_OUTPUTS = ("output_scores", "output_logits")

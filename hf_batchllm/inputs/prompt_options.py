@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OptionValueError, UnsupportedOptionError
-from ..wording import a_kind, first_line, is_bool, is_whole, shown
-from .option_row import OptionRow, PromptForm, added
+from ..wording import a_kind, first_line, shown
+from .option_table import PROMPT_OPTIONS, TABLE
+from .option_values import check_one_for_each, is_for_each, wrong_value
 
-_FOR_LISTS = "goes with a list of prompts: a tensor holds tokens already"
-
-
-def _row(name: str, doc: str) -> OptionRow:
-    return added(name, None, doc, goes_with=PromptForm.LISTS, instead=_FOR_LISTS)
-
-
-ROWS = (
-    _row(
-        "tools",
-        "For chats: a list of what the model may call, each a dict (its JSON schema) or a function with type hints and "
-        "a docstring. The chat template shows them to the model. Calls are not carried out, nor read out of `text`. "
-        "Or a list of such lists, one for each prompt.",
-    ),
-    _row(
-        "chat_template_kwargs",
-        "For chats: a dict of what else the chat template is given, such as `{'enable_thinking': False}`. Or a list of "
-        "dicts, one for each prompt. A name that the template does not know is warned of.",
-    ),
-    _row(
-        "continue_final_message",
-        "For chats: True continues the last message, False begins a new one. By default the last message is continued "
-        "if it is an assistant's and has a content; `text` is what follows it. Or a list, one for each prompt.",
-    ),
-    _row(
-        "max_prompt_tokens",
-        "The most tokens of a prompt; longer ones are cut, with a warning that says which. Special tokens that the "
-        "tokenizer puts around every text (BOS) stay. Or a list, one for each prompt.",
-    ),
-    _row(
-        "truncation_side",
-        'Where `max_prompt_tokens` cuts: "left" (the default, for which the end of a prompt stays) or "right". Or a '
-        "list, one for each prompt.",
-    ),
-)
-PROMPT_OPTIONS = tuple(row.name for row in ROWS)
 FOR_CHATS = PROMPT_OPTIONS[:3]
-SIDES = ("left", "right")  # where a prompt that is too long loses tokens
 _A_TOOL_IS = "a tool is a dict (its JSON schema), or a function with type hints and a docstring"
 _NOT_FOR_TEMPLATES = {
     **dict.fromkeys(("tools", "continue_final_message"), "is an option of its own: pass it beside this"),
@@ -84,8 +48,8 @@ def take_prompt_options(options: dict[str, Any], tensors: bool = False) -> dict[
         options.pop(name, None)
     for name, value in given.items():
         if tensors:
-            raise UnsupportedOptionError(name, _FOR_LISTS)
-        if _is_for_each(name, value):
+            raise UnsupportedOptionError(name, TABLE[name].instead)
+        if is_for_each(name, value):
             given[name] = [None if each is None else checked_prompt_option(name, each) for each in value]
         else:
             given[name] = checked_prompt_option(name, value)
@@ -121,11 +85,9 @@ def options_of_each(given: Mapping[str, Any], count: int) -> list[PromptOptions]
 
     ``given``: checked options. One that is a list for each prompt holds None where it is left out.
     """
-    lists = {name: value for name, value in given.items() if _is_for_each(name, value)}
+    lists = {name: value for name, value in given.items() if is_for_each(name, value)}
     for name, value in lists.items():
-        if len(value) != count:
-            why = f"is a list of {len(value):,} and there are {count:,} prompts: it must have one for each"
-            raise OptionValueError(name, why)
+        check_one_for_each(name, value, count)
     shared = {name: value for name, value in given.items() if name not in lists}
     if not lists:
         return [PromptOptions(**shared)] * count
@@ -141,14 +103,7 @@ def options_of_each(given: Mapping[str, Any], count: int) -> list[PromptOptions]
 
 def names_for_each(given: Mapping[str, Any]) -> list[str]:
     """The options that are lists with one for each prompt."""
-    return [name for name, value in given.items() if _is_for_each(name, value)]
-
-
-def _is_for_each(name: str, value: Any) -> bool:
-    """Whether the value is a list with one for each prompt."""
-    if not isinstance(value, list | tuple):
-        return False
-    return name != "tools" or (bool(value) and all(each is None or isinstance(each, list | tuple) for each in value))
+    return [name for name, value in given.items() if is_for_each(name, value)]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -156,7 +111,13 @@ def _is_for_each(name: str, value: Any) -> bool:
 
 def checked_prompt_option(name: str, value: Any) -> Any:
     """The value for one prompt; tools that are functions become their schemas."""
-    return _CHECKS[name](name, value)
+    if name == "tools":
+        return _tools(name, value)
+    if name == "chat_template_kwargs":
+        return _template_kwargs(name, value)
+    if (why := wrong_value(TABLE[name], value)) is not None:
+        raise OptionValueError(name, why)
+    return value.item() if hasattr(value, "item") else value  # NumPy's kinds, too
 
 
 def _tools(name: str, value: Any) -> list[Mapping[str, Any]]:
@@ -190,36 +151,6 @@ def _template_kwargs(name: str, value: Any) -> Mapping[str, Any]:
         if key in _NOT_FOR_TEMPLATES:
             raise OptionValueError(name, f"has `{key}`, which {_NOT_FOR_TEMPLATES[key]}")
     return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not is_bool(value):
-        why = "must be True (continue a chat's last message) or False (begin a new one)"
-        raise OptionValueError(name, f"{why}, not {shown(value)}")
-    return bool(value)
-
-
-def _length(name: str, value: Any) -> int:
-    if not is_whole(value) or value < 1:
-        raise OptionValueError(name, f"must be a whole number above 0, not {shown(value)}")
-    return int(value)
-
-
-def _side(name: str, value: Any) -> str:
-    if value not in SIDES:
-        why = 'must be "left" (the beginning of a long prompt is cut off) or "right" (its end)'
-        raise OptionValueError(name, f"{why}, not {shown(value)}")
-    side: str = value
-    return side
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "tools": _tools,
-    "chat_template_kwargs": _template_kwargs,
-    "continue_final_message": _flag,
-    "max_prompt_tokens": _length,
-    "truncation_side": _side,
-}
 
 
 # -- one call, prompts with options of their own -----------------------------------------------------------------------

@@ -11,21 +11,21 @@ from .prompt_options import prompt_options_alone
 
 _ARGUMENTS = ("contexts", "continuations", "choices", "adapter", "on_error", "progress")
 _CALLED = {
-    **dict.fromkeys(("prompts", "prompt", "inputs", "queries", "questions"), "contexts"),
-    **dict.fromkeys(("targets", "target", "completions", "responses"), "continuations"),
-    **dict.fromkeys(("answers", "options", "candidates", "labels"), "choices"),
+    **dict.fromkeys(("prompts", "inputs", "questions"), "contexts"),
+    **dict.fromkeys(("targets", "completions", "responses"), "continuations"),
+    **dict.fromkeys(("answers", "options", "labels"), "choices"),
 }
 _INSTEAD = {
     **dict.fromkeys(
-        ("logprobs", "logprob", "return_logprob", "return_logprobs", "prompt_logprobs", "top_logprobs", "echo"),
+        ("logprobs", "prompt_logprobs", "top_logprobs", "echo"),
         "is not an option of score(): each result has `.logprobs`, one for each of its tokens, and `.logprob`, their "
         "sum. The likeliest other tokens come with generate(texts, max_new_tokens=1, prompt_logprobs=5)",
     ),
     **dict.fromkeys(
-        ("normalize", "length_normalization", "length_penalty", "reduction", "per"),
+        ("normalize", "length_normalization", "length_penalty"),
         'is not an option of score(): see `.logprob` and `.mean_logprob` of a result, and scores.best(per="token")',
     ),
-    **{name: FROM_ELSEWHERE[name] for name in ("batch_size", "use_tqdm", "show_progress", "verbose", "lora_request")},
+    **{name: FROM_ELSEWHERE[name] for name in ("batch_size", "use_tqdm", "lora_request")},
 }
 
 

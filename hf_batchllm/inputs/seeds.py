@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import OptionValueError
 from ..wording import is_array, shown
+from .option_values import check_one_for_each
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ def checked_seeds(given: Any, prompts: int) -> Seeds:
     each = given.tolist() if is_array(given) else list(given) if isinstance(given, list | tuple | range) else given
     if not isinstance(each, list):
         return _checked(given)
-    if len(each) != prompts:
-        why = f"is a list of {len(each):,} and there are {prompts:,} prompts: it must have one for each"
-        raise OptionValueError("seed", why)
+    check_one_for_each("seed", each, prompts)
     return [_checked(seed, index) for index, seed in enumerate(each)]
 
 

@@ -15,20 +15,20 @@ from ..errors import UnsupportedOptionError
 from ..wording import shown
 from .base_model import GenerativeModel
 from .images.prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES
-from .option_table import TABLE
+from .option_table import ALIASES, TABLE
 from .other_names import FROM_ELSEWHERE
+
+_KNOBS = frozenset(field.name for field in dataclasses.fields(BatchConfig))
 
 
 def unknown_option(name: str, model: GenerativeModel) -> UnsupportedOptionError:
     """The error for a keyword argument that the table does not have."""
     if name in inspect.signature(type(model).generate).parameters:
         return UnsupportedOptionError(name, _newer_than_this())
-    if name in FROM_ELSEWHERE:
-        return UnsupportedOptionError(name, FROM_ELSEWHERE[name])
+    if (why := instead_of(name)) is not None:
+        return UnsupportedOptionError(name, why)
     if name in TABLE:  # where another door, such as the harness, takes transformers' names alone
         return UnsupportedOptionError(name, "is an option of BatchGenerator.generate, and cannot be passed here")
-    if name in (field.name for field in dataclasses.fields(BatchConfig)):
-        return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
     if name in (*IMAGE_TENSORS, IMAGE_TOKEN_TYPES):
         return UnsupportedOptionError(
             name,
@@ -40,9 +40,16 @@ def unknown_option(name: str, model: GenerativeModel) -> UnsupportedOptionError:
         if name.startswith(("pixel_values", "image_")):
             why += ", or chats with images (docs/images.md)"
         return UnsupportedOptionError(name, why)
-    near = difflib.get_close_matches(name, TABLE, n=1)
+    near = difflib.get_close_matches(name, [*TABLE, *ALIASES], n=1, cutoff=0.7)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return UnsupportedOptionError(name, f"is not an option of generate{hint}")
+
+
+def instead_of(name: str) -> str | None:
+    """What to do in place of a name of another library, or of a field of BatchConfig."""
+    if name in _KNOBS:
+        return f"is a field of BatchConfig: BatchGenerator(model, {name}=...)"
+    return FROM_ELSEWHERE.get(name)
 
 
 def unknown_field(name: str, value: Any) -> UnsupportedOptionError:

@@ -35,8 +35,8 @@ from ..inputs.base_model import base_model
 from ..inputs.call_arguments import CallArguments
 from ..inputs.config_names import without_foreign_names
 from ..inputs.option_row import OptionKind
-from ..inputs.option_table import names
-from ..inputs.other_names import ALIASES, asks_for_nothing
+from ..inputs.option_table import ALIASES, names
+from ..inputs.other_names import asks_for_nothing
 from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
