@@ -214,7 +214,7 @@ def test_a_worker_whose_device_has_failed_ends_its_process(monkeypatch: pytest.M
     ("options", "said"),
     [
         ({"max_new_token": 5}, "did you mean `max_new_tokens`"),
-        ({"max_new_tokens": 0}, "greater than 0"),
+        ({"max_new_tokens": 0}, "at least 1"),
         ({"temperature": "hot"}, "must be a number"),
         ({"page_size": 16}, "a field of BatchConfig"),
         ({"streamer": object()}, "many"),
