@@ -15,73 +15,32 @@ from .wording import a_kind, either, is_whole, shown
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-# Names from other libraries, and options that belong to generate(): what to do instead, in the words of an error.
+# Names of vLLM that its scripts have most, and options that belong to generate(): what to do instead.
+_NO_BATCH_SIZE = "is not needed: the batch is as large as memory allows (see `kv_memory` and `max_batch_tokens`)"
+_OF_THE_MODEL = (
+    "is not an option here: the model runs on its own device, in its own dtype. Set it when you load the model"
+)
 _PARTS = "is not an option here: GeneratorPool(name, gpus=8, tp=2) has each model on two GPUs (docs/larger-models.md)"
-_NO_STAGES = (
-    "is not an option here: neither layers nor experts are spread over GPUs, but parts of each layer "
-    "(docs/larger-models.md)"
-)
 _POOL = "is not an option here: GeneratorPool(model, gpus=N) runs one list of prompts on several GPUs"
-_NO_MAX_LENGTH = (
-    "is not an option here: `max_prompt_tokens` of generate() cuts long prompts, and a warning names the prompts that "
-    "go beyond the model's context"
-)
 _FROM_ELSEWHERE = {
-    **dict.fromkeys(
-        ("gpu_memory_utilization", "mem_fraction_static"),
-        "is called `kv_memory` here: a fraction of the memory that is free",
-    ),
-    **dict.fromkeys(
-        ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens"), "is called `max_batch_tokens` here"
-    ),
-    "enable_chunked_prefill": "is not needed: long prompts are computed in parts (see `max_batch_tokens`)",
+    "gpu_memory_utilization": "is called `kv_memory` here: a fraction of the memory that is free",
+    "mem_fraction_static": "is called `kv_memory` here: a fraction of the memory that is free",
+    "max_num_batched_tokens": "is called `max_batch_tokens` here",
     "block_size": "is called `page_size` here",
     "enable_prefix_caching": "is called `share_prefixes` here (and `keep_prefixes` from one call to the next)",
-    "disable_radix_cache": "is called `share_prefixes=False` here",
+    "enforce_eager": "is called `cuda_graphs=False` here",
+    "batch_size": _NO_BATCH_SIZE,
+    "max_num_seqs": _NO_BATCH_SIZE,
+    **dict.fromkeys(("device", "device_map", "dtype", "torch_dtype", "quantization", "kv_cache_dtype"), _OF_THE_MODEL),
+    "max_model_len": "is not an option here: `max_prompt_tokens` of generate() cuts long prompts, and a warning names "
+    "the prompts that go beyond the model's context",
+    **dict.fromkeys(("tensor_parallel_size", "tp"), _PARTS),
+    **dict.fromkeys(("data_parallel_size", "gpus"), _POOL),
+    "attn_implementation": "is not an option here: attention is this library's own (see `backend`)",
     **dict.fromkeys(
-        ("batch_size", "max_num_seqs", "max_batch_size", "max_running_requests", "max_total_tokens"),
-        "is not needed: the batch is as large as memory allows (see `kv_memory` and `max_batch_tokens`)",
-    ),
-    **dict.fromkeys(
-        ("device", "device_map", "dtype", "torch_dtype", "quantization"),
-        "is not an option here: the model runs on its own device, in its own dtype. Set it when you load the model",
-    ),
-    **dict.fromkeys(
-        ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"),
-        "is not needed: the adapters are those of the model (PEFT), and `adapter` of generate() chooses among them",
-    ),
-    **dict.fromkeys(("max_model_len", "context_length", "max_seq_len", "max_seq_length"), _NO_MAX_LENGTH),
-    **dict.fromkeys(
-        ("pipeline_parallel_size", "expert_parallel_size", "pp_size", "ep_size", "enable_expert_parallel"),
-        _NO_STAGES,
-    ),
-    **dict.fromkeys(("tensor_parallel_size", "tp_size", "tp"), _PARTS),
-    **dict.fromkeys(("data_parallel_size", "dp_size", "dp", "gpus", "num_gpus"), _POOL),
-    "kv_cache_dtype": "is not an option here: keys and values have the model's dtype",
-    **dict.fromkeys(
-        (
-            *("speculative_config", "speculative_algorithm", "speculative_model", "speculative_num_steps"),
-            *("num_speculative_tokens", "speculative_draft_model_path"),
-        ),
-        "is not an option here: there is no speculation, which changes the speed and never the results. Leave it out",
-    ),
-    **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "is called `cuda_graphs=False` here"),
-    "attention_backend": "is called `backend` here",
-    **dict.fromkeys(("disable_log_stats", "disable_log_requests", "log_level"), "is not needed: leave it out"),
-    **dict.fromkeys(
-        ("swap_space", "cpu_offload_gb"), "is not needed: what does not fit in memory waits, or is computed anew"
-    ),
-    **dict.fromkeys(
-        ("trust_remote_code", "load_format", "revision", "tokenizer_mode", "download_dir"),
-        "is not an option here: pass it to from_pretrained, when you load the model or its tokenizer",
-    ),
-    **dict.fromkeys(
-        "seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
-        "temperature top_k top_p min_p repetition_penalty num_return_sequences eos_token_id stop_strings".split(),
+        "generation_config seed progress on_error max_new_tokens max_tokens do_sample temperature stop_strings".split(),
         "goes into generate(), with the prompts",
     ),
-    "generation_config": "goes into generate(), with the prompts. Left out, it is the model's own",
-    "attn_implementation": "is not an option here: attention is this library's own (see `backend`)",
 }
 C = TypeVar("C")
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*")

@@ -207,10 +207,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"kv_memory": 90}, "`kv_memory` is 90 bytes: if it is a percentage of the free memory pass 0.9"),
     ({"max_model_len": 1024}, "`max_prompt_tokens` of generate() cuts long prompts"),
     ({"mem_fraction_static": 0.9}, "`mem_fraction_static` is called `kv_memory` here"),
-    ({"disable_radix_cache": True}, "is called `share_prefixes=False` here"),
-    ({"tp_size": 2}, "`tp_size` is not an option here: GeneratorPool(name, gpus=8, tp=2) has each model on two GPUs"),
-    ({"pp_size": 2}, "neither layers nor experts are spread over GPUs"),
-    ({"kv_cache_dtype": "fp8"}, "keys and values have the model's dtype"),
+    ({"tp": 2}, "`tp` is not an option here: GeneratorPool(name, gpus=8, tp=2) has each model on two GPUs"),
+    ({"kv_cache_dtype": "fp8"}, "in its own dtype"),
     ({"quux": 1, "page_sise": 2, "max_num_seqs": 3}, "`quux` is not a field of BatchConfig\n`page_sise` is not"),
     (
         {"page_sise": 2, "quux": 1},

@@ -90,15 +90,9 @@ class GenerationSettings:
     def over(self, base: GenerationSettings) -> GenerationSettings:
         """These settings, and those of ``base`` where these say nothing."""
         own, options = self.options, {**base.options, **self.options}
-        gone: set[str] = set()  # of the base's
+        gone = {name for known, each in own.items() if TABLE[known].asks(each) for name in TABLE[known].displaces}
         if own.get("do_sample") is False:  # sampling is turned off
             gone |= {name for name, row in TABLE.items() if row.sampling_only}
-        gone |= {"max_new_tokens"} if "max_length" in own else set()  # it would win over the own one
-        gone |= {"min_new_tokens"} if "min_length" in own else set()
-        if own.get("ignore_eos"):
-            gone.add("eos_token_id")
-        elif "eos_token_id" in own:
-            gone.add("ignore_eos")
         if self.implies_sampling:
             options.setdefault("do_sample", True)
 

@@ -97,15 +97,17 @@ class Ends(TypedDict, total=False):
     max_completion_tokens: Annotated[int | None, Alias("max_new_tokens")]
     max_length: Annotated[
         int | None,
-        honoured(_DEVICE, _WHOLE),
+        honoured(_DEVICE, _WHOLE, displaces=("max_new_tokens",)),
         "In a list it counts each prompt's own length; with tensors the padded width, as in `generate`.",
     ]
     min_new_tokens: Annotated[int | None, honoured(_DEVICE, _WHOLE, least=0)]
     min_tokens: Annotated[int | None, Alias("min_new_tokens")]
-    min_length: Annotated[int | None, honoured(_DEVICE, _WHOLE, least=0), "It counts as `max_length` does."]
+    min_length: Annotated[
+        int | None, honoured(_DEVICE, _WHOLE, least=0, displaces=("min_new_tokens",)), "It counts as `max_length` does."
+    ]
     eos_token_id: Annotated[
         "int | Sequence[int] | torch.Tensor | None",
-        honoured(_DEVICE, _TOKENS),
+        honoured(_DEVICE, _TOKENS, displaces=("ignore_eos",)),
         "One or several; `eos_token_id=None` in the call means none, whatever the checkpoint says. The EOS that ended "
         "a sequence is its last token.",
     ]
@@ -116,7 +118,7 @@ class Ends(TypedDict, total=False):
     ]
     ignore_eos: Annotated[
         bool | None,
-        added(_DEVICE, _FLAG, in_config=True, in_requests=True),
+        added(_DEVICE, _FLAG, in_config=True, in_requests=True, displaces=("eos_token_id",)),
         "True is another name for `eos_token_id=None`.",
     ]
     stop_strings: Annotated[

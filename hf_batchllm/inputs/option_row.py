@@ -70,6 +70,7 @@ class OptionRow:
     each: str = ""  # how the page names the lists that may hold one for each prompt, where the option takes them
     in_config: bool = False  # of ours, and yet a GenerationConfig may hold it
     in_lines: bool = True  # a line of a file may set it, unless it is an argument of ``generate`` alone
+    displaces: tuple[str, ...] = ()  # options that a whole file was given, in the lines that set this one
     not_for_files: str = ""  # why files refuse it
     in_requests: bool = False  # requests of OpenAI's batches may set it by this name
     called: tuple[str, ...] = ()  # by other libraries; these names are refused with this one as the remedy
