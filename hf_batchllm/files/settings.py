@@ -90,7 +90,7 @@ class GenerationSettings:
     def over(self, base: GenerationSettings) -> GenerationSettings:
         """These settings, and those of ``base`` where these say nothing."""
         own, options = self.options, {**base.options, **self.options}
-        gone = {name for known, each in own.items() if TABLE[known].asks(each) for name in TABLE[known].displaces}
+        gone = {name for known, row in TABLE.items() if row.asks(own.get(known)) for name in row.displaces}
         if own.get("do_sample") is False:  # sampling is turned off
             gone |= {name for name, row in TABLE.items() if row.sampling_only}
         if self.implies_sampling:
