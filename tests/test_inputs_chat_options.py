@@ -136,43 +136,6 @@ def test_a_pipeline_takes_them_too(generator: BatchGenerator, tokenizer: Any) ->
         assert stock.last_report is not None
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"tools": add}, r"`tools` must be a list of tools, not a function: pass \[tool\]"),
-        ({"tools": [3]}, r"`tools` holds an int; a tool is a dict \(its JSON schema\), or a function with type hints"),
-        (
-            {"tools": [lambda x: x]},
-            "holds the function <lambda>, of which transformers makes no schema: .* no docstring",
-        ),
-        ({"tools": [[], []]}, "`tools` is a list of 2 and there are 1 prompts: it must have one for each"),
-        (
-            {"chat_template_kwargs": "enable_thinking"},
-            r"must be a dict .*, such as \{'enable_thinking': False\}, not 'en",
-        ),
-        ({"chat_template_kwargs": {"tokenize": False}}, "has `tokenize`, which is not for templates: leave it out"),
-        ({"chat_template_kwargs": {"tools": []}}, "has `tools`, which is an option of its own: pass it beside this"),
-        ({"chat_template_kwargs": {"max_length": 5}}, "has `max_length`, which is not for templates: pass `max_prompt"),
-        ({"chat_template_kwargs": [{}, {}]}, "`chat_template_kwargs` is a list of 2 and there are 1 prompts"),
-        ({"continue_final_message": "content"}, r"must be True \(continue a chat's last message\) or False"),
-        (
-            {"enable_thinking": False},
-            r"`enable_thinking` goes into `chat_template_kwargs`: chat_template_kwargs=\{'enable",
-        ),
-        ({"add_generation_prompt": True}, "unless it is continued; see `continue_final_message`"),
-        ({"chat_template_kwarg": {}}, "did you mean `chat_template_kwargs`"),
-    ],
-)
-def test_mistakes_are_named(generator: BatchGenerator, options: dict[str, Any], why: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=why):
-        generator.generate([ASKED], max_new_tokens=2, **options)
-
-
-def test_tensors_have_no_chats(generator: BatchGenerator, tokenizer: Any) -> None:
-    with pytest.raises(UnsupportedOptionError, match="`tools` goes with a list of prompts: a tensor holds tokens"):
-        generator.generate(**tokenizer(["w5"], return_tensors="pt"), max_new_tokens=2, tools=[WEATHER])
-
-
 def test_a_chat_that_cannot_be_continued_is_named(generator: BatchGenerator) -> None:
     bad = [CALLED, [*ASKED, {"role": "assistant", "reasoning": "w5"}]]
     with pytest.raises(PromptError) as caught:

@@ -12,7 +12,7 @@ from support_chats import ASKED, chat_tokenizer, warned
 from support_families import build
 from transformers.generation import stopping_criteria
 
-from hf_batchllm import BatchGenerator, OptionValueError, PromptError, UnsupportedOptionError
+from hf_batchllm import BatchGenerator, PromptError
 
 FAMILY, CONTEXT = "llama", 40
 LONG = [5, 6, 7, 8, 9, 30, 31, 32, 33, 34]
@@ -144,26 +144,6 @@ def test_what_was_cut_is_said_once(generator: BatchGenerator) -> None:
     assert warnings(generator, [LONG], truncation_side="left") == [
         "`truncation_side` has no effect without `max_prompt_tokens`: set it, too"
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"max_prompt_tokens": 0}, "`max_prompt_tokens` must be at least 1, but is 0"),
-        ({"max_prompt_tokens": "512"}, "must be a whole number, not '512'"),
-        ({"max_prompt_tokens": [3, 4]}, "is a list of 2 and there are 1 prompts: it must have one for each"),
-        ({"max_prompt_tokens": 3, "truncation_side": "end"}, r'`truncation_side` must be "left" \(the beginning of a'),
-    ],
-)
-def test_mistakes_are_named(generator: BatchGenerator, options: dict[str, Any], why: str) -> None:
-    with pytest.raises(OptionValueError, match=why):
-        generator.generate([LONG], max_new_tokens=2, **options)
-
-
-@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "max_model_len"])
-def test_names_from_elsewhere(generator: BatchGenerator, name: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match="`max_prompt_tokens`"):
-        generator.generate([LONG], max_new_tokens=2, **{name: 5})
 
 
 def test_a_length_without_end_is_what_is_blamed(generator: BatchGenerator) -> None:

@@ -16,7 +16,14 @@ from accelerate import dispatch_model
 from support_families import FAMILIES, REFUSED, build
 from support_untouched import never_runs as never_runs  # a fixture
 from support_word_tokenizer import word_tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, TextGenerationPipeline
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    MaxTimeCriteria,
+    TemperatureLogitsWarper,
+    TextGenerationPipeline,
+    TextStreamer,
+)
 
 from hf_batchllm import (
     BatchConfig,
@@ -74,6 +81,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"skip_special_tokens": False}, "each result holds `text`, `token_ids` and `prompt_token_ids`"),
     ({"padding": True}, "`padding` is not an option of generate"),
     ({"tools": {}}, "`tools` must be a list of tools, not a dict"),
+    ({"enable_thinking": False}, "goes into `chat_template_kwargs`: chat_template_kwargs={'enable"),
+    ({"chat_template_kwarg": {}}, "did you mean `chat_template_kwargs`"),
+    ({"truncate_prompt_tokens": 5}, "is called `max_prompt_tokens` here"),
+    ({"max_model_len": 5}, "is called `max_prompt_tokens` here"),
     ({"add_generation_prompt": False}, "see `continue_final_message`"),
     ({"lora_request": object()}, "`lora_request` is called `adapter` here"),
     ({"guided_decoding": object()}, "pass `schema` (True for any JSON object), `regex`, `grammar` or `choice`"),
@@ -83,10 +94,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["w5"]}, "`bad_words` is called `bad_words_ids` here"),
     ({"allowed_token_ids": [5]}, "pass a `prefix_allowed_tokens_fn` that returns them"),
     ({"top_logprobs": 5}, "`top_logprobs` needs `logprobs`"),
-    (
-        {"logprobs": -1},
-        "`logprobs` must be a whole number of at least 0: how many of the likeliest tokens come besides",
-    ),
     ({"output_router_logits": True}, "is an input of LlamaForCausalLM that is not supported"),
     ({"streamers": object()}, "did you mean `streamer`?"),
     ({"on_errors": "record"}, "did you mean `on_error`?"),
@@ -133,6 +140,78 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"on_error": None}, '`on_error` must be "raise" or "record", not None'),
     ({"progress": "yes"}, "`progress` must be True, False, or None for long lists only, not a string"),
 ]
+
+
+class Halting:
+    def put(self, value: Any) -> None: ...
+
+
+def add(x: int) -> int:
+    return x
+
+
+WARPER = TemperatureLogitsWarper(2.0)
+TENSOR = torch.tensor([IDS, [8, 9, 10]])
+GUIDED = {"guidance_scale": 2.0}
+# Wrong for every model.
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"stop_strings": 5}, "`stop_strings` must be a string, or a list of strings, not 5"),
+    ({"stop_strings": ["a", 5]}, "must be a string, or a list of strings, not ['a', 5]"),
+    ({"stop_strings": ""}, "`stop_strings` is '', and an empty string ends nothing: leave it out"),
+    ({"stop_strings": ["a", ""]}, "an empty string ends nothing"),
+    ({"max_time": "1"}, "`max_time` must be a number, not '1'"),
+    ({"max_time": True}, "`max_time` must be a number, not True"),
+    ({"logprobs": -1}, "must be a whole number of at least 0: how many of the likeliest tokens come besides"),
+    ({"logprobs": "yes"}, "besides the token itself, not 'yes'"),
+    ({"logprobs": 1.0}, "not 1.0"),
+    ({"prompt_logprobs": "5"}, "`prompt_logprobs` must be a whole number of at least 0"),
+    ({"logits_processor": WARPER}, "is a single processor (TemperatureLogitsWarper): put it into a list"),
+    ({"logits_processor": TemperatureLogitsWarper}, "is the class TemperatureLogitsWarper: make an object of it"),
+    ({"logits_processor": lambda input_ids, scores: scores}, "is a single processor (<lambda>): put it into a list"),
+    ({"logits_processor": [TemperatureLogitsWarper]}, "holds the class TemperatureLogitsWarper at place 0: make an"),
+    ({"logits_processor": [WARPER, 5]}, "`logits_processor` holds an int at place 1, which is not a processor"),
+    ({"logits_processor": "grammar"}, "must be a list of processors, or a function that gives a list for each"),
+    ({"stopping_criteria": MaxTimeCriteria(1.0)}, "is a single criterion (MaxTimeCriteria): put it into"),
+    ({"stopping_criteria": lambda ids, scores, **_: True}, "is a single criterion (<lambda>): put it into a list"),
+    ({"stopping_criteria": 5}, "must be a list of criteria, or a function that gives a list for each"),
+    ({"stopping_criteria": [None]}, "`stopping_criteria` holds None at place 0, which is not a criterion"),
+    ({"prefix_allowed_tokens_fn": [5]}, "must be a function of the prompt's index and its tokens so far"),
+    ({"streamer": object()}, "`streamer` must have put() and end(), and is an object: pass a TextStreamer"),
+    ({"streamer": Halting()}, "`streamer` must have put() and end(), and is a Halting"),
+    ({"streamer": TextStreamer}, "is the class TextStreamer: pass an object of it"),
+    ({"negative_prompt_ids": [[5]], **GUIDED}, "must be a 2-D tensor, a row for each prompt, not a list"),
+    ({"negative_prompt_ids": TENSOR[0], **GUIDED}, "not a tensor of shape [3]"),
+    ({"negative_prompt_attention_mask": TENSOR}, "masks `negative_prompt_ids`, which is missing"),
+    (
+        {"negative_prompt_ids": TENSOR, "negative_prompt_attention_mask": TENSOR[:1], **GUIDED},
+        "has shape [1, 3] and `negative_prompt_ids` [2, 3]",
+    ),
+    ({"guidance_scale": "2"}, "`guidance_scale` must be a number"),
+    ({"no_repeat_ngram_size": 2.5}, "`no_repeat_ngram_size` must be a whole number, not 2.5"),
+    ({"encoder_repetition_penalty": 2}, "`encoder_repetition_penalty` must be a float above 0, such as 1.2, not 2"),
+    ({"suppress_tokens": 5}, "`suppress_tokens` must be a list of token ids, not 5"),
+    ({"begin_suppress_tokens": ["w5"]}, "`begin_suppress_tokens` must be a list of token ids, not ['w5']"),
+    ({"forced_eos_token_id": "w5"}, "a token id, or a list of them, not 'w5': tokenizer.convert_tokens_to_ids"),
+    ({"forced_bos_token_id": [5]}, "`forced_bos_token_id` must be a token id, not [5]"),
+    ({"renormalize_logits": "yes"}, "`renormalize_logits` must be True or False, not 'yes'"),
+    ({"exponential_decay_length_penalty": 1.5}, "must be a pair (new tokens before it begins"),
+    ({"watermarking_config": "green"}, "must be a WatermarkingConfig or a SynthIDTextWatermarkingConfig"),
+    ({"do_sample": True, "typical_p": True}, "`typical_p` must be a number, not True"),
+    ({"max_prompt_tokens": 0}, "`max_prompt_tokens` must be at least 1, but is 0"),
+    ({"max_prompt_tokens": "512"}, "must be a whole number, not '512'"),
+    ({"max_prompt_tokens": [3, 4, 5]}, "is a list of 3 and there are 2 prompts: it must have one for each"),
+    ({"max_prompt_tokens": 3, "truncation_side": "end"}, '`truncation_side` must be "left" (the beginning of a'),
+    ({"tools": add}, "`tools` must be a list of tools, not a function: pass [tool]"),
+    ({"tools": [3]}, "`tools` holds an int; a tool is a dict (its JSON schema), or a function with type hints"),
+    ({"tools": [add]}, "`tools` holds the function add, of which transformers makes no schema: "),
+    ({"tools": [[], [], []]}, "`tools` is a list of 3 and there are 2 prompts: it must have one for each"),
+    ({"chat_template_kwargs": "enable_thinking"}, ", such as {'enable_thinking': False}, not 'en"),
+    ({"chat_template_kwargs": {"tokenize": False}}, "has `tokenize`, which is not for templates: leave it out"),
+    ({"chat_template_kwargs": {"tools": []}}, "has `tools`, which is an option of its own: pass it beside this"),
+    ({"chat_template_kwargs": {"max_length": 5}}, "has `max_length`, which is not for templates: pass `max_prompt"),
+    ({"chat_template_kwargs": [{}] * 3}, "`chat_template_kwargs` is a list of 3 and there are 2 prompts"),
+    ({"continue_final_message": "content"}, "must be True (continue a chat's last message) or False"),
+]
 RIGHT: list[dict[str, Any]] = [
     {"max_new_tokens": np.int64(2)},
     {"eos_token_id": None},
@@ -150,14 +229,15 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.usefixtures("never_runs")
-@pytest.mark.parametrize(("options", "says"), OPTIONS, ids=name_of)
+@pytest.mark.parametrize(("options", "says"), [*OPTIONS, *VALUES], ids=name_of)
 def test_an_option_that_cannot_be_honoured_is_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedOptionError) as caught:
-        make().generate([IDS], **{"max_new_tokens": 2, **options})
+        make().generate([IDS, IDS], **{"max_new_tokens": 2, **options})
     assert says in str(caught.value)
     assert f"`{caught.value.option}`" in str(caught.value)
     wrong_for_all = "must be" in says or "`max_new_tokens`" in says[:17] or "sampl" in says or "greedy" in says
     assert isinstance(caught.value, OptionValueError) or not wrong_for_all or "generation_config" in options
+    assert (isinstance(caught.value, OptionValueError) and caught.value.option in options) or (options, says) in OPTIONS
 
 
 @pytest.mark.parametrize("options", RIGHT, ids=name_of)

@@ -16,6 +16,7 @@ _SPECULATION = sorted(names(fate=Fate.NO_EFFECT, chapter="Speculation"))
 _PROBABILITIES = ("top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # transformers ignores values above 1
 _FOR_BEAMS = ("early_stopping", "length_penalty")
 _EXTRA_OUTPUTS = ("output_scores", "output_logits")
+_GREEDY = "no effect on greedy decoding: set `do_sample=True` to sample"  # 0 is the name for that in other libraries
 WARNED_OF = frozenset((*_FOR_SAMPLING, *_FOR_BEAMS, *_EXTRA_OUTPUTS))  # transformers warns of these, too
 
 
@@ -28,32 +29,24 @@ def warn_of_options(
 
     ``asked``: the keyword arguments; ``was_asked`` says whether an option was set by one, or in the call's config.
     """
-    if not config.do_sample:
-        idle = [name for name in _FOR_SAMPLING if was_asked(name) and TABLE[name].asks(getattr(config, name))]
-        if config.temperature == 0 and "temperature" in idle:
-            idle.remove("temperature")  # the name for greedy decoding in other libraries
-        if idle:
-            notices(f"greedy: {idle}", f"{_have(idle)} no effect on greedy decoding: set `do_sample=True` to sample")
+    for applies, options, why in (
+        (config.do_sample, _FOR_SAMPLING, _GREEDY),
+        (False, _SPECULATION, "no effect: speculation changes the speed of `generate`, never its results"),
+        (
+            config.return_dict_in_generate,
+            _EXTRA_OUTPUTS,
+            "no effect without `return_dict_in_generate=True`, as in `generate`",
+        ),
+        ((config.num_beams or 1) > 1, _FOR_BEAMS, "no effect without beams: set `num_beams` to more than 1"),
+    ):
+        asking = (name for name in options if TABLE[name].asks(getattr(config, name, asked.get(name))))
+        idle = [name for name in asking if was_asked(name) and not (name == "temperature" and config.temperature == 0)]
+        if idle and not applies:
+            notices(f"{why}: {idle}", f"{_have(idle)} {why}")
     for name in _PROBABILITIES:
         value = getattr(config, name)
         if config.do_sample and value is not None and was_asked(name) and not 0 <= value <= 1:
             notices(f"{name}: {value}", f"`{name}` is {value}, and has no effect: it is a probability, from 0 to 1")
-    idle = [
-        name
-        for name in _SPECULATION
-        if was_asked(name) and TABLE[name].asks(asked.get(name, getattr(config, name, None)))
-    ]
-    if idle:
-        notices(
-            f"speculation: {idle}",
-            f"{_have(idle)} no effect: speculation changes the speed of `generate`, never its results",
-        )
-    idle = [name for name in _EXTRA_OUTPUTS if was_asked(name) and getattr(config, name)]
-    if idle and not config.return_dict_in_generate:
-        notices(f"outputs: {idle}", f"{_have(idle)} no effect without `return_dict_in_generate=True`, as in `generate`")
-    idle = [] if (config.num_beams or 1) > 1 else [name for name in _FOR_BEAMS if was_asked(name)]
-    if idle := [name for name in idle if TABLE[name].asks(getattr(config, name))]:
-        notices(f"for beams: {idle}", f"{_have(idle)} no effect without beams: set `num_beams` to more than 1")
     if config.cache_implementation == "quantized":
         notices(
             "quantized",
@@ -95,7 +88,7 @@ def warn_of_greedy(
     if seed is not None:
         idle.append("seed")
     if idle and not (idle == ["temperature"] and TABLE["temperature"].asks(temperature)):  # has its warning already
-        notices(f"greedy: {idle}", f"{_have(idle)} no effect on greedy decoding: set `do_sample=True` to sample")
+        notices(f"{_GREEDY}: {idle}", f"{_have(idle)} {_GREEDY}")
 
 
 def _have(names: list[str]) -> str:
