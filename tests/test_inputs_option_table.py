@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pydoc
 import re
 import warnings
 from pathlib import Path
@@ -26,11 +27,13 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from hf_batchllm import BatchGenerator, UnsupportedOptionError
+import hf_batchllm
+from hf_batchllm import BatchGenerator, UnsupportedOptionError, run_file
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs import option_docs
 from hf_batchllm.inputs import resolve_options as resolving
 from hf_batchllm.inputs.call_arguments import CALL_ARGUMENTS
+from hf_batchllm.inputs.named_options import GenerateOptions
 from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, PromptForm
 from hf_batchllm.inputs.option_table import ALIASES, GRAMMAR_OPTIONS, PROMPT_OPTIONS, TABLE, names
 from hf_batchllm.inputs.options import Options
@@ -151,6 +154,45 @@ def test_every_fate_has_examples() -> None:
     assert set(REFUSED) == names(fate=Fate.REFUSED)
     assert set(IDLE) == names(fate=Fate.NO_EFFECT)
     assert set(FOR_TENSORS) | set(FOR_LISTS) == {row.name for row in TABLE.values() if row.instead}
+
+
+# -- what editors complete and ``help`` shows --------------------------------------------------------------------
+
+BY_HAND = {"prompts", "generation_config", "input_ids", "attention_mask", "seed", "on_error", "progress"}
+
+
+def test_every_option_has_a_type() -> None:
+    taken = names(fate=Fate.HONOURED) | names(fate=Fate.NO_EFFECT) | set(ALIASES) | {"top_logprobs"}
+    assert set(GenerateOptions.__annotations__) == taken - BY_HAND, "give a new option its type in option_chapters.py"
+
+
+@pytest.mark.parametrize("function", [BatchGenerator.generate, BatchGenerator.stream, run_file])
+def test_a_signature_names_what_people_type_most(function: object) -> None:
+    assert callable(function)
+    parameters = inspect.signature(function).parameters
+    for name in ("max_new_tokens", "do_sample", "temperature", "num_return_sequences", "logprobs", "adapter"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert repr(parameters[name].default) == "<left out>"
+    assert set(parameters) - {"self", "gen", "source", "target", "settings", "generate_kwargs"} <= {
+        *TABLE,
+        *inspect.getfullargspec(inspect.unwrap(function)).kwonlyargs,
+    }
+
+
+def test_an_option_that_is_left_out_is_not_passed_on() -> None:
+    model = build("llama")
+    before = model.generation_config
+    model.generation_config = type(before)(max_new_tokens=3, eos_token_id=before.eos_token_id)
+    try:
+        assert len(BatchGenerator(model).generate([[5, 6]], eos_token_id=None)[0].token_ids) == 3
+    finally:
+        model.generation_config = before
+
+
+@pytest.mark.parametrize("name", sorted(set(hf_batchllm.__all__) - {"__version__"}))
+def test_help_shows_nothing_that_nobody_could_type(name: str) -> None:
+    text = pydoc.plain(pydoc.render_doc(getattr(hf_batchllm, name)))
+    assert "object at 0x" not in text
 
 
 # -- refused ---------------------------------------------------------------------------------------------------
