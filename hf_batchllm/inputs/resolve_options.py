@@ -107,7 +107,7 @@ def _checked_arguments(
             continue
         if row.kind is not OptionKind.FIELD:
             _refuse(row, padded)
-        elif row.fate is Fate.REFUSED and value is not None and value is not False:
+        elif row.fate is Fate.REFUSED:
             _refuse(row, padded, _set_to(value))  # before transformers makes a config of it, and warns
     defaults = model._extract_generation_mode_kwargs(None, {}, None, None, None)
     if defaults["synced_gpus"]:  # transformers' default with ZeRO-3
