@@ -197,12 +197,12 @@ def test_a_line_whose_scores_are_no_numbers(generator: BatchGenerator, tmp_path:
 # -- fields that are data, or settings ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"keep": "lora"}, {"line_settings": False}])
+@pytest.mark.parametrize("settings", [{"keep": "lora_request"}, {"line_settings": False}])
 def test_a_field_that_is_kept_or_not_read_is_data(
     settings: dict[str, Any], tmp_path: Path, generator: BatchGenerator
 ) -> None:
-    (found,) = answered(generator, tmp_path, [{"prompt": "w5", "lora": "x", "adaptor": None}], **settings)
-    assert found["new_tokens"] == 4 and found.get("lora") == ("x" if "keep" in settings else None)
+    (found,) = answered(generator, tmp_path, [{"prompt": "w5", "lora_request": "x", "adaptor": None}], **settings)
+    assert found["new_tokens"] == 4 and found.get("lora_request") == ("x" if "keep" in settings else None)
 
 
 def test_numbers_beyond_all_floats_come_out_as_null(tmp_path: Path, generator: BatchGenerator) -> None:
