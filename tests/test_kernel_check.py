@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import inspect
 import warnings
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.kernel_check import attention_cases
 from hf_batchllm.kernel_check.attention_cases import Shape
 from hf_batchllm.kernel_check.child import GROUPS
-from hf_batchllm.kernel_check.comparing import Where, Wrong, held, near, same
+from hf_batchllm.kernel_check.comparing import Where, Wrong, both, held, near, same
 from hf_batchllm.kernels import decode_torch, layer_ops_torch, prefill_torch
 from hf_batchllm.model import triton_attention
 from hf_batchllm.patches.fused_experts import ExpertKernels
@@ -107,28 +106,22 @@ def test_each_kernel_is_tried() -> None:
     assert [name for name in asked if f'"{name}"' not in text and f".{name}(" not in text] == []
 
 
-def fields(kinds: Any) -> tuple[Any, ...]:
-    return dataclasses.fields(kinds)
-
-
 def references_for_kernels(patch: pytest.MonkeyPatch, deaf: str = "", option: str = "", instead: Any = None) -> None:
     """Each kernel is its reference, but ``deaf`` takes ``instead`` for one of its options."""
 
-    def unheard(*given: Any, **named: Any) -> Any:
+    def unheard(reference: Any, *given: Any, **named: Any) -> Any:
         return reference(*given, **named | ({option: instead} if option in named else {}))
 
     for path in Path(layer_ops_torch.__file__).parent.glob("*_torch.py"):
         home = path.stem.removesuffix("_torch")
         if path.with_stem(f"{home}_triton").exists():
-            references, kernels = (importlib.import_module(f"hf_batchllm.kernels.{home}_{kind}") for kind in KINDS)
+            kernels, references = both(home)
             for name, function in inspect.getmembers(references, inspect.isfunction):
                 if hasattr(kernels, name) and function.__module__ == references.__name__:
-                    if f"{home}.{name}" == deaf:
-                        reference = function
-                    patch.setattr(kernels, name, unheard if f"{home}.{name}" == deaf else function)
+                    told = partial(unheard, function) if f"{home}.{name}" == deaf else function
+                    patch.setattr(kernels, name, told)
 
 
-KINDS = "torch", "triton"
 # Kernels that do not do what they are told by one of their options: (group, kernel, option, what it takes instead).
 DEAF = [
     ("attention", "layer_ops.rope_and_write", "turn", "llama"),

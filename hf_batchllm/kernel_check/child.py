@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from pathlib import Path
 from typing import IO
 
 import torch
@@ -66,18 +66,21 @@ def _tried(case: Callable[[], None], where: Where) -> tuple[str, str]:
     return PASSED, ""
 
 
-def _end_with_the_parent(folder: str) -> None:
+def _end_with_the_parent(path: Path) -> None:
     """A kernel that hangs would keep the card for ever, where the process is gone that was to stop it."""
     with contextlib.suppress(OSError):
         while os.read(0, 64):
             pass
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for file in (path, path.with_name("said")):
+                file.unlink()
+            path.parent.rmdir()
         os._exit(1)
 
 
 if __name__ == "__main__":
     path, *given = sys.argv[1:]
-    threading.Thread(target=_end_with_the_parent, args=[os.path.dirname(path)], daemon=True).start()
+    threading.Thread(target=_end_with_the_parent, args=[Path(path)], daemon=True).start()
     try:
         with open(path, "a", encoding="utf-8") as file:
             main(file, *given)

@@ -53,9 +53,8 @@ def refusal(group: str, device: torch.device, *, amd: bool = False) -> str | Non
     known = (group, *key.values())
     if known not in _answers:
         # On a card that is trusted, somebody may have had it checked by hand.
-        _answers[known] = (
-            _found(group, device, key) if is_checked(device) else _in_words(key, verdicts.read(key, group))
-        )
+        found = _found(group, device, key) if is_checked(device) else _in_words(key, verdicts.read(key, group))
+        _answers[known] = found
     return _answers[known]
 
 
