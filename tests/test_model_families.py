@@ -4,8 +4,6 @@ A throw-away function is registered with transformers' ``AttentionInterface``: i
 gets and computes attention in the plainest way, from its arguments alone. Where the logits under it
 equal the model's own, those arguments say all that an attention function has to know. What makes a
 model one to refuse shows here too, each reason by something that can be seen from outside.
-
-``python tests/test_model_families.py`` prints what was seen, one line for each model.
 """
 
 from __future__ import annotations

@@ -210,15 +210,6 @@ def test_what_the_model_does_not_use_is_none_of_its_business(monkeypatch: pytest
         tokens(generator)
 
 
-def test_a_replaced_rotation_runs_as_it_does_in_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FAMILIES["llama"]()
-    generator = BatchGenerator(model)
-    before, rotate = tokens(generator), modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest: rotate(q * 3, k, *rest))
-    generator.forget_prefixes()
-    assert before != tokens(generator) == tokens_alone(model)
-
-
 def test_an_attention_layer_exchanged_for_another_is_looked_at_itself() -> None:
     class Windowed(modeling_llama.LlamaAttention):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,41 +223,49 @@ def test_an_attention_layer_exchanged_for_another_is_looked_at_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("sliding_window", 4), ("layer_types", ["full_attention"] * 4), ("is_causal", False)]
+    ("where", "name", "value", "why"),
+    [
+        ("config", "sliding_window", 3, r"self_attn\.sliding_window` is 8, and the config makes it 3"),
+        ("config", "layer_types", ["full_attention"] * 3, "Gemma2"),
+        ("config", "is_causal", False, "Gemma2"),
+        ("model.layers.1.self_attn", "is_causal", False, "both directions"),
+    ],
 )
-def test_a_config_changed_after_loading_is_refused_where_layers_do_not_follow(name: str, value: Any) -> None:
+def test_what_is_changed_after_loading_is_refused_where_layers_do_not_follow(
+    where: str, name: str, value: Any, why: str
+) -> None:
     model = FAMILIES["gemma2"]()
     generator = BatchGenerator(model)
     tokens(generator)
-    setattr(model.config, name, value[: model.config.num_hidden_layers] if isinstance(value, list) else value)
-    assert_refused(model, generator, "Gemma2")
+    setattr(model.config if where == "config" else model.get_submodule(where), name, value)
+    assert_refused(model, generator, why)
 
 
-def test_a_window_changed_in_config_and_layers_is_followed() -> None:
-    model = FAMILIES["gemma2"]()
-    generator = BatchGenerator(model)
-    before = tokens(generator)
-    model.config.sliding_window = 3
-    with pytest.raises(UnsupportedModelError, match=r"self_attn\.sliding_window` is 8, and the config makes it 3"):
-        tokens(generator)
-    for module in model.modules():
+def scaled(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.model.layers[1].self_attn.scaling = 0.01
+
+
+def rotated(model: Any, patch: pytest.MonkeyPatch) -> None:
+    rotate = modeling_llama.apply_rotary_pos_emb
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest: rotate(q * 3, k, *rest))
+
+
+def smaller_window(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for module in (model.config, *model.modules()):
         if getattr(module, "sliding_window", None):
             module.sliding_window = 3
-    generator.forget_prefixes()
-    assert before != tokens(generator) == tokens_alone(model) == tokens(BatchGenerator(model))
 
 
-def test_what_a_layer_notes_may_be_changed() -> None:
-    model: Any = FAMILIES["llama"]()
+@pytest.mark.parametrize(("family", "change"), [("llama", scaled), ("llama", rotated), ("gemma2", smaller_window)])
+def test_what_layers_follow_is_run_as_it_is_in_generate(
+    family: str, change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FAMILIES[family]()
     generator = BatchGenerator(model)
     before = tokens(generator)
-    attention = model.model.layers[1].self_attn
-    attention.scaling = 0.01
+    change(model, monkeypatch)
     generator.forget_prefixes()
-    assert before != tokens(generator) == tokens_alone(model)
-    attention.is_causal = False
-    with pytest.raises(UnsupportedModelError, match="both directions"):
-        tokens(generator)
+    assert before != tokens(generator) == tokens_alone(model) == tokens(BatchGenerator(model))
 
 
 def test_an_unchanged_model_is_not_inspected_again(monkeypatch: pytest.MonkeyPatch) -> None:
