@@ -465,7 +465,8 @@ class DoorGenerator(BatchGenerator):
 
     def decoded(self, result: BatchResult) -> BatchResult:
         """With a text for each answer."""
-        return BatchResult(with_texts(result, self._tokenizer.decode_if_loaded), result.report)
+        decode = self._tokenizer.decode_if_loaded
+        return BatchResult(with_texts(result, decode), result.report, decode)
 
     def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
         return super()._generation(request, call, outputs, decode=False)
