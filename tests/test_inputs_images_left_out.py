@@ -172,8 +172,9 @@ def test_which_texts_may_be_left_out() -> None:
     assert texts.put_back([1, place, 2, place], [[place, place]]) is None
 
 
-def test_the_model_is_asked_once_for_prompts_that_differ_in_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again where a text is longer, or an image of another size."""
+def test_the_model_is_asked_again_where_a_prompt_is_longer_or_an_image_of_another_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, processor = model_of("qwen2_vl"), processor_of("qwen2_vl")
     own, asked = type(model.model).get_rope_index, []
 
@@ -184,5 +185,14 @@ def test_the_model_is_asked_once_for_prompts_that_differ_in_words_alone(monkeypa
     monkeypatch.setattr(type(model.model), "get_rope_index", counted)
     chats = [user(shows(picture(number)), words(5, number + 3)) for number in range(6)]
     chats += [user(shows(picture(1)), words(5, 6, 7)), user(shows(picture(1, 64, 128)), words(5, 6))]
+    chats += [user(shows(picture(1)), words(5))]
     checked, _ = check_prompts(chats, tokenizer=lambda: processor, images=ImageReader(model))
     assert None not in checked and len(asked) == 3
+    for chat, prompt in zip(chats, checked, strict=True):
+        inputs = inputs_of("qwen2_vl", chat)
+        types = (inputs["input_ids"] == model.config.image_token_id).int()
+        grids, mask = inputs["image_grid_thw"], torch.ones_like(types)
+        places, behind = own(model.model, inputs["input_ids"], types, image_grid_thw=grids, attention_mask=mask)
+        assert prompt is not None and prompt.images is not None and prompt.images.places is not None
+        assert np.array_equal(prompt.images.places.of_prompt, places[:, 0].numpy())
+        assert prompt.images.places.behind == behind.item()

@@ -22,7 +22,8 @@ class PlacedImages:
 
     def __init__(self, model: ImageModel) -> None:
         self._model = model
-        self._places: dict[tuple[bytes, int, bytes], PromptPlaces] = {}  # of prompts that differ in words alone
+        # int32 [3, tokens]  of the longest prompt so far with images of these sizes in these places
+        self._longest: dict[tuple[bytes, bytes], np.ndarray] = {}
 
     def of(self, ids: Sequence[int] | np.ndarray, shown: tuple[Image, ...]) -> PromptImages:
         """``shown``: one at least, in the order in which they stand. The ids have as many placeholders as they take."""
@@ -38,21 +39,28 @@ class PlacedImages:
         return PromptImages(keys, shown, places, two_way)
 
     def _rope_places(self, ids: np.ndarray, at: np.ndarray, shown: Sequence[Image]) -> PromptPlaces:
-        """As the model says. ids: int32 [tokens]; at: [placeholders] where they are"""
+        """As the model says. ids: int32 [tokens]; at: [placeholders] where they are
+
+        Where a token stands does not depend on what follows it, so a shorter prompt has a part of a longer one's.
+        """
         grids = torch.cat([image.inputs["image_grid_thw"] for image in shown])
-        key = at.tobytes(), len(ids), grids.numpy().tobytes()
-        if key not in self._places:
+        key = at.tobytes(), grids.numpy().tobytes()
+        longest = self._longest.get(key)
+        if longest is None or longest.shape[1] < len(ids):
             tokens = torch.tensor(ids[None], dtype=torch.long, device="cpu")
-            places, behind = self._model.inner.get_rope_index(
+            places, _ = self._model.inner.get_rope_index(
                 input_ids=tokens,
                 mm_token_type_ids=(tokens == self._model.placeholder).int(),
                 image_grid_thw=grids,
                 attention_mask=torch.ones_like(tokens),
             )
-            if len(self._places) == _MOST_KEPT:
-                self._places.clear()
-            self._places[key] = PromptPlaces(places[:, 0].cpu().numpy().astype(np.int32), int(behind.item()))
-        return self._places[key]
+            longest = places[:, 0].cpu().numpy().astype(np.int32)
+            if len(self._longest) == _MOST_KEPT:
+                self._longest.clear()
+            self._longest[key] = longest
+        own = longest[:, : len(ids)]
+        # A token behind the prompt stands behind the furthest one of it.
+        return PromptPlaces(own, int(own.max()) + 1 - len(ids))
 
 
 def _runs(at: np.ndarray, images: Sequence[Image], tokens: int) -> np.ndarray:
