@@ -76,6 +76,11 @@ class StandIn:
     def put_in_place(self) -> None:
         vars(self._owner)[self._name] = self
 
+    @property
+    def last_report(self) -> RunReport | None:
+        report: RunReport | None = vars(self._owner).get(_REPORT)
+        return report
+
     def __repr__(self) -> str:
         return f"<accelerated {self._name} of {type(self._owner).__name__}>"
 
