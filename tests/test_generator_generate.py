@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support_accelerated import tokenizer as tokenizer  # a fixture
 from support_families import build, reference_generate
 from support_llama_calls import FAMILY, prompts
 from support_llama_calls import generator as generator  # a fixture
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from support_step_tensors import batch
+from support_stopping import TOKENIZER
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast
 
-from hf_batchllm import (
-    BatchConfig,
-    BatchGenerator,
-    PromptError,
-    UnsupportedModelError,
-)
+from hf_batchllm import BatchConfig, BatchGenerator, ConfigError, PromptError, UnsupportedOptionError
+from hf_batchllm.errors import OptionValueError, TokenizerError
 
 
 def stock(prompt: list[int], **options: Any) -> list[int]:
@@ -97,25 +96,116 @@ def test_strings_and_ids_mix_and_text_is_decoded(tokenizer: PreTrainedTokenizerF
     assert single.token_ids == result[0].token_ids
 
 
-def test_the_tokenizer_saved_beside_the_model_is_found(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    monkeypatch.setattr(build(FAMILY).config, "_name_or_path", str(tmp_path))
-    generator = BatchGenerator(build(FAMILY))
-    ids_only = generator.generate([[5, 6, 7]], max_new_tokens=3)
-    assert ids_only[0].text == tokenizer.decode(ids_only[0].token_ids, skip_special_tokens=True)
-    assert generator.generate("w5 w6 w7", max_new_tokens=3).token_ids == ids_only.token_ids
-
-
-def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
-    generator = BatchGenerator(build(FAMILY))
-    assert generator.generate([[5, 6]], max_new_tokens=2)[0].text is None
-    with pytest.raises(ValueError, match=r"pass BatchGenerator\(model, tokenizer\)"):
-        generator.generate("hello", max_new_tokens=2)
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    assert BatchGenerator(build(FAMILY)).generate([[5, 6]], max_new_tokens=2)[0].text is None
 
 
 # -- errors ----------------------------------------------------------------------------------------------------
+# What is wrong whatever the prompts are stands in test_inputs_odd_options.py and test_inputs_option_table.py.
+
+IDS, MASK = batch(width=26)
+
+
+class Odd(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+    scores -= 1
+
+
+Row = tuple[dict[str, Any], type[Exception], str]
+OPTIONS: list[Row] = [
+    ({"stop_strings": ["x", ""]}, ValueError, "`stop_strings`"),
+    ({"do_sample": True, "typical_p": 0.0}, ValueError, "`typical_p`"),
+    ({"do_sample": True, "num_return_sequences": 1.5}, ValueError, "`num_return_sequences` must be a whole number"),
+    ({"do_sample": True, "min_p": 2.0}, ValueError, "min_p"),
+    ({"seed": 2**64}, ValueError, "`seed`"),
+    ({"stop_strings": "a"}, TokenizerError, "`stop_strings` need a tokenizer.*or pass `tokenizer=` here"),
+    ({"stop_strings": [], "tokenizer": TOKENIZER}, OptionValueError, "`stop_strings` is .* which names no string"),
+    ({"stop_strings": "xyz", "tokenizer": TOKENIZER}, OptionValueError, "cannot be looked for in tokens of this token"),
+    (
+        {"prompts": [[5, 6]] * 5, "guidance_scale": 2.0, "negative_prompt_ids": torch.full((4, 6), 7)},
+        *(OptionValueError, "`negative_prompt_ids` has 4 rows and there are 5 prompts"),
+    ),
+]
+TENSORS: list[Row] = [
+    ({"prompts": IDS, "input_ids": IDS}, ValueError, "`prompts` and `input_ids` were passed together"),
+    ({"prompts": [[5, 6]], "input_ids": IDS}, ValueError, "`prompts` and `input_ids` were passed together"),
+    ({"inputs": IDS, "input_ids": IDS}, ValueError, "`input_ids` and `inputs` were passed together"),
+    ({"attention_mask": MASK}, ValueError, "`attention_mask` was passed without `input_ids`"),
+    ({"prompts": [[5, 6], [7]], "attention_mask": MASK}, ValueError, "the prompts are a list: leave out"),
+    ({"prompts": "w5", "attention_mask": MASK}, ValueError, "the prompts are a list: leave out"),
+    ({"input_ids": IDS[0]}, ValueError, r"not shape \[26\]: for a batch of one row pass input_ids\[None\]"),
+    ({"prompts": IDS[None]}, ValueError, r"`prompts` must have two dimensions.*not shape \[1, 6, 26\]"),
+    ({"input_ids": IDS[:0]}, ValueError, r"`input_ids` is empty: its shape is \[0, 26\]"),
+    ({"input_ids": IDS[:, :0]}, ValueError, r"`input_ids` is empty: its shape is \[6, 0\]"),
+    ({"input_ids": IDS.tolist()}, TypeError, r"not list: pass lists and strings as prompts"),
+    ({"input_ids": "some text"}, TypeError, r"not str: pass lists and strings as prompts"),
+    ({"input_ids": {1, 2}}, TypeError, r"must be a 2-D tensor of token ids, not set"),
+    ({"input_ids": IDS.float()}, TypeError, r"`input_ids` holds torch.float32; token ids are integers"),
+    ({"input_ids": IDS.bool()}, TypeError, r"`input_ids` holds torch.bool; token ids are integers"),
+    ({"input_ids": IDS.double().numpy()}, TypeError, r"`input_ids` holds float64; token ids are integers"),
+    ({"prompts": np.array([["a", "b"]])}, TypeError, r"`prompts` holds <U1; token ids are integers"),
+    ({"input_ids": IDS.to("meta")}, ValueError, "`input_ids` is on the meta device"),
+    ({"input_ids": IDS, "attention_mask": MASK.to("meta")}, ValueError, "`attention_mask` is on the meta device"),
+    ({"input_ids": IDS, "attention_mask": MASK[:, 1:]}, ValueError, r"shape \[6, 25\] and `input_ids` \[6, 26\]"),
+    ({"input_ids": IDS, "attention_mask": MASK[0]}, ValueError, r"has shape \[26\] and"),
+    ({"input_ids": IDS, "attention_mask": MASK[:1]}, ValueError, r"has shape \[1, 26\] and"),
+    ({"input_ids": IDS, "attention_mask": MASK[:, None, None]}, ValueError, r"shape \[6, 1, 1, 26\] and"),
+    ({"input_ids": IDS, "attention_mask": MASK.tolist()}, TypeError, "`attention_mask` must be a 2-D tensor"),
+    ({"input_ids": IDS, "attention_mask": MASK * 2}, ValueError, "holds 2: 1 marks a token and 0 padding"),
+    ({"input_ids": IDS, "attention_mask": MASK.float() - 1}, ValueError, "holds -1.0: 1 marks a token"),
+    ({"input_ids": IDS, "attention_mask": MASK, "max_length": 26}, ValueError, "26 tokens wide, padding included"),
+    ({"input_ids": IDS, "max_new_tokens": 0}, ValueError, "max_new_tokens"),
+    ({"input_ids": IDS, "num_return_sequences": 2}, ValueError, "num_return_sequences"),
+    ({"input_ids": IDS, "on_error": "record"}, ValueError, "a tensor has no place for an error"),
+    ({"input_ids": IDS, "atention_mask": MASK}, UnsupportedOptionError, "did you mean `attention_mask`"),
+    ({"prompts": [[5, 6]], "token_type_ids": [[0, 0]]}, UnsupportedOptionError, "`token_type_ids`"),
+    ({"input_ids": IDS, "max_time": 3}, OptionValueError, "`pad_token_id` is None, and rows may end at different"),
+    ({"input_ids": IDS, "stop_strings": "a", "tokenizer": TOKENIZER}, OptionValueError, "`pad_token_id` is None, and"),
+]
+PROCESSORS: list[Row] = [
+    ({"logits_processor": given}, OptionValueError, f"`logits_processor` .*{says}")
+    for given, says in (
+        (lambda index, ids: Odd(), "must give a list of processors, not an Odd"),
+        (lambda index, ids: ["x"], "gave a list that holds a string at place 0, which is not a processor"),
+        ([nothing], r"nothing gave None: it must return scores of shape \[1, 101\]"),
+        ([lambda ids, scores: scores[:, :50]], r"gave scores of shape \[1, 50\]: it must return .* \[1, 101\]"),
+    )
+]
+PROCESSORS += [
+    (
+        {"do_sample": True, "logits_processor": [lambda ids, scores: torch.full_like(scores, -torch.inf)]},
+        *(RuntimeError, "processors left no token a chance"),
+    ),
+    (
+        {"prompts": [[5, 6], [5]], "prefix_allowed_tokens_fn": lambda row, ids: [] if row else [1]},
+        *(ValueError, r"`prefix_allowed_tokens_fn` gave no token for batch_id 1 \(after 1 tokens\)"),
+    ),
+]
+TOPICS = {"option": OPTIONS, "tensors": TENSORS, "processors": PROCESSORS}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("given", "kind", "says"),
+    [pytest.param(*row, id=f"{topic}: {' '.join(row[0])}") for topic, rows in TOPICS.items() for row in rows],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    generator: BatchGenerator, given: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    prompts = {} if given.keys() & {"prompts", "inputs", "input_ids", "attention_mask"} else {"prompts": [[5, 6, 7, 8]]}
+    length = {} if "max_length" in given else {"max_new_tokens": 4}
+    with pytest.raises(kind, match=says):
+        generator.generate(**prompts | length | given)
+
+
+def test_kernels_that_need_a_gpu_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="CUDA GPU, and the model is on cpu"):
+        BatchGenerator(build(FAMILY), backend="triton")
 
 
 def test_a_config_and_fields_on_top_of_it() -> None:
@@ -123,30 +213,6 @@ def test_a_config_and_fields_on_top_of_it() -> None:
     assert (generator.config.page_size, generator.config.kv_memory) == (4, "1MiB")
     assert BatchConfig(kv_memory="1.5 KiB").kv_bytes(10) == 1536
     assert BatchConfig(kv_memory=0.25).kv_bytes(1000) == 250
-
-
-def test_all_prompts_are_checked_before_any_work(generator: BatchGenerator) -> None:
-    bad: list[Any] = [[5, 6], [], [7, 200], [1.5, 2], None, [8]]
-    with pytest.raises(PromptError) as caught:
-        generator.generate(bad, max_new_tokens=3)
-    assert set(caught.value.problems) == {1, 2, 3, 4}
-    assert "vocabulary of 101" in caught.value.problems[2]
-    recorded = generator.generate(bad, max_new_tokens=3, on_error="record")
-    assert [g.finish_reason for g in recorded] == ["length", "error", "error", "error", "error", "length"]
-    assert recorded[2].error == caught.value.problems[2]
-    assert recorded[5].token_ids == stock([8], max_new_tokens=3)
-    assert [g.index for g in recorded] == list(range(6))
-    assert len(generator.generate([], max_new_tokens=3)) == 0
-    with pytest.raises(TypeError, match="prompts is None; pass a list"):
-        generator.generate(max_new_tokens=3)
-
-
-def test_a_prompt_beyond_the_learned_positions_is_named() -> None:
-    generator = BatchGenerator(build("gpt2"))
-    limit = generator.architecture.max_positions or 0
-    with pytest.raises(PromptError, match="learned"):
-        generator.generate([[5] * (limit - 2)], max_new_tokens=4)
-    assert len(generator.generate([[5] * (limit - 3)], max_new_tokens=4)[0].token_ids) == 4
 
 
 def test_a_cache_too_small_for_a_prompt_names_it() -> None:
@@ -168,20 +234,6 @@ def test_a_prompt_that_fits_only_without_its_prefixes_is_run_and_named() -> None
         result = generator.generate(given, max_new_tokens=14)
     assert result.token_ids == [stock(prompt, max_new_tokens=14) for prompt in given]
     assert result.report.saving == 0
-
-
-def test_a_model_that_cannot_be_right_is_refused() -> None:
-    with torch.device("meta"):
-        hollow = type(build(FAMILY))(build(FAMILY).config)
-    refused: list[tuple[Any, str]] = [
-        (torch.nn.Linear(2, 2), "Linear"),
-        ("some/model", "from_pretrained"),
-        (hollow, "not in memory"),
-        (build(FAMILY).model, "language-model head"),
-    ]
-    for model, says in refused:
-        with pytest.raises(UnsupportedModelError, match=says):
-            BatchGenerator(model)
 
 
 def test_notes_in_a_generation_config_and_empty_lists_ask_for_nothing(generator: BatchGenerator) -> None:
@@ -219,23 +271,3 @@ def test_under_autocast(family: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = BatchGenerator(model).generate(given, max_new_tokens=2).token_ids
         assert found == [reference_generate(model, prompt, max_new_tokens=2) for prompt in given]
-
-
-def test_steps_in_and_out_of_inference_mode() -> None:
-    generator = BatchGenerator(build("llama"), max_batch_tokens=4)  # not all of them end in the same step
-    given = [[index + 1] * (index + 2) for index in range(9)]
-    expected = generator.generate(given, max_new_tokens=6).token_ids
-    stream = generator.stream(given, max_new_tokens=6)
-    with torch.inference_mode():
-        got = [next(stream)]
-    got += list(stream)
-    assert [one.token_ids for one in sorted(got, key=lambda one: one.index)] == expected
-
-
-def test_a_minimum_under_another_default_dtype() -> None:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        result = BatchGenerator(build("llama")).generate([[1, 2]], max_new_tokens=4, min_new_tokens=4, eos_token_id=[5])
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert len(result[0].token_ids) == 4 and 5 not in result[0].token_ids[:3]
