@@ -14,7 +14,6 @@ from support_kernels import INTERPRETED
 
 from hf_batchllm.patches.fusable_experts import mixtures
 from hf_batchllm.patches.fused_experts import Handed, experts_forward, router_forward
-from hf_batchllm.patches.fusion import Fusion
 from hf_batchllm.patches.routers import ROUTERS, Router
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
@@ -157,9 +156,3 @@ def test_a_router_that_is_set_up_otherwise_meanwhile() -> None:
     theirs, ours, handed = choices(router, known, 5, BFLOAT16)
     assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True))
     assert handed.take(ours[2]) is None
-
-
-def test_experts_of_a_model_of_images_are_found() -> None:
-    fusion = Fusion(new_model("qwen3_vl_moe"))
-    fusion.look()
-    assert "2 of 2 layers" in fusion.summary
