@@ -1,14 +1,16 @@
-"""Warnings: each kind once for a generator, at the line of whoever called, and none without a reason."""
+"""What a notebook's user meets first: warnings, each kind once for a generator, at the line of whoever called, and none
+without a reason; completion; words of a report."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import linecache
 import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -16,11 +18,26 @@ from support_families import FAMILIES, build
 from support_word_tokenizer import word_tokenizer
 from transformers import GenerationConfig
 
-from hf_batchllm import BatchConfig, BatchGenerator, UnsupportedOptionError, accelerated, generator, plan_prompts
+from hf_batchllm import (
+    BatchConfig,
+    BatchGenerator,
+    PromptsTypeError,
+    UnsupportedOptionError,
+    accelerated,
+    generator,
+    plan_prompts,
+)
+from hf_batchllm.inputs.config_fields import ConfigFields
 
 FAMILY = "llama"
 IDS = [[5, 6, 7], [5, 6, 8]]
 GREEDY = {"max_new_tokens": 2}
+
+
+# Messages that may be meant as a chat each.
+FIRST, SECOND = {"role": "user", "content": "w5"}, {"role": "user", "content": "w6"}
+ANSWER = {"role": "assistant", "content": "w7"}
+CHATS = word_tokenizer(97, template=True)
 
 
 def make(**fields: Any) -> BatchGenerator:
@@ -50,7 +67,9 @@ KINDS: list[tuple[Callable[[], BatchGenerator], Any, dict[str, Any], str]] = [
     (make, IDS, {**GREEDY, "max_length": 40}, "`max_length` has no effect beside `max_new_tokens`"),
     (make, IDS, {**GREEDY, "min_new_tokens": 9}, "`min_new_tokens` (9) is more than `max_new_tokens` (2)"),
     (make, IDS, {**GREEDY, "cache_implementation": "quantized"}, 'cache_implementation="quantized" has no effect'),
+    (make, IDS, {**GREEDY, "negative_prompt_ids": torch.tensor(IDS)}, "`negative_prompt_ids` has no effect"),
     (lambda: BatchGenerator(with_dropout()), IDS, GREEDY, "in training mode and has dropout"),
+    (lambda: make(tokenizer=CHATS), [FIRST, SECOND], GREEDY, "list of 2 messages is read as one chat"),
     (lambda: make(tokenizer=word_tokenizer(bos=True)), ["w5", "", ""], GREEDY, "prompt 1 is an empty string:"),
 ]
 
@@ -102,11 +121,18 @@ def test_another_option_without_effect_is_named_too() -> None:
 
 def test_other_doors_point_at_the_caller_too(monkeypatch: pytest.MonkeyPatch) -> None:
     words = word_tokenizer(bos=True)
-    planned = make(tokenizer=words)
-    (warning,) = caught(lambda: planned.plan([""]), times=2)
-    assert warning.filename == __file__
-    (warning,) = caught(lambda: plan_prompts(["", ""], words))
-    assert warning.filename == __file__
+    planned, chats = make(tokenizer=words), make(tokenizer=CHATS)
+    two = [FIRST, SECOND]
+    doors: list[tuple[Callable[[], Any], str]] = [
+        (lambda: [planned.plan([""]) for _ in range(2)], "an empty string"),
+        (lambda: plan_prompts(["", ""], words), "empty string"),
+        (lambda: [chats.generate(two, max_new_tokens=1), chats.plan(two)], "[[message], [message]]"),
+        (lambda: make(tokenizer=CHATS).plan(two), "read as one chat"),
+        (lambda: make(tokenizer=CHATS).score(two, choices=["w8", "w9"]), "read as one chat"),
+    ]
+    for call, says in doors:
+        (warning,) = caught(call)
+        assert warning.filename == __file__ and says in str(warning.message)
 
     def tight() -> None:  # what is found out when the first result is asked for
         page = make(page_size=16)._kv.page_bytes
@@ -157,16 +183,6 @@ def test_cells_of_a_notebook_do_not_repeat_it() -> None:
     assert [warning.filename for warning in said] == ["/tmp/ipykernel_1/0.py"]
 
 
-def test_as_an_error_it_comes_every_time_and_leaves_a_generator_that_works() -> None:
-    made = make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            with pytest.raises(UserWarning, match="no length was given"):
-                made.generate(IDS)
-        assert len(made.generate(IDS, max_new_tokens=1)) == 2
-
-
 def test_nothing_is_said_without_a_reason(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = build(FAMILY).generation_config
     for name, value in {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 100, "do_sample": True}.items():
@@ -185,3 +201,42 @@ def test_nothing_is_said_without_a_reason(caplog: pytest.LogCaptureFixture, monk
     assert not [record for record in caplog.records if "pad_token_id" in record.getMessage()]
     with pytest.raises(UnsupportedOptionError):
         made.generate(IDS, max_gen_toks=2)
+
+
+@pytest.mark.parametrize("prompts", [[FIRST, ANSWER, SECOND], [[FIRST, SECOND]], [[FIRST], [SECOND]], [FIRST]], ids=str)
+def test_other_chats_are_as_they_are(prompts: list[Any]) -> None:
+    assert not caught(lambda: make(tokenizer=CHATS).generate(prompts, max_new_tokens=1))
+
+
+def test_missing_prompts_come_before_warnings_of_options() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PromptsTypeError, match="prompts is None"):
+            make().generate()
+
+
+# -- completion, and words of a report ------------------------------------------------------------------------
+
+
+def test_the_signature_names_the_fields_of_the_config() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(BatchConfig)}
+    shown = inspect.signature(BatchGenerator).parameters
+    assert {name: shown[name].default for name in fields} == fields
+    assert get_type_hints(ConfigFields) == get_type_hints(BatchConfig)
+    assert list(shown)[:3] == ["model", "tokenizer", "config"]
+    assert BatchGenerator(build("llama"), page_size=16).config == BatchConfig(page_size=16)
+
+
+def test_completion_offers_what_the_docstring_names() -> None:
+    described = inspect.getdoc(BatchGenerator) or ""
+    for name in (name for name in dir(make()) if not name.startswith("_")):
+        attribute = inspect.getattr_static(BatchGenerator, name, None)
+        assert inspect.getdoc(attribute) or f"``{name}``" in described, name
+
+
+def test_an_interrupted_report_does_not_claim_what_was_only_planned() -> None:
+    report = make().generate([[5] * 40 + [6], [5] * 40 + [7]], max_new_tokens=1).report
+    assert report is not None and "% saved)" in str(report) and "saved by the plan" not in report._repr_html_()
+    broken = dataclasses.replace(report, finished=0, computed_tokens=0, steps=1)
+    assert "0 computed (48.8% saved by the plan of the whole call)" in str(broken) and "in 1 step\n" in str(broken)
+    assert "of prompt tokens saved by the plan" in broken._repr_html_()
