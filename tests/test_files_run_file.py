@@ -101,30 +101,6 @@ def test_beams_log_probabilities_and_samples_in_one_file(tmp_path: Path, generat
     assert "logprobs" in both["error"] and "num_beams" in wrong["error"] and "line 8" in wrong["error"]
 
 
-def test_openai_batches(tmp_path: Path, generator: BatchGenerator) -> None:
-    bodies = [
-        {"messages": [{"role": "user", "content": "w7 w8"}], "max_tokens": 4, "temperature": 0},
-        {"messages": [{"role": "user", "content": "w7 w9"}], "n": 2, "temperature": 1.5, "seed": 3},
-        {"messages": "hello"},
-    ]
-    lines = [
-        {"custom_id": f"a{number}", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **body}}
-        for number, body in enumerate(bodies)
-    ]
-    with pytest.warns(UserWarning, match="name the model 'm'"):
-        report = run_file(generator, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", **SETTINGS)
-    assert report.errors == 1
-    good, two, bad = results(tmp_path / "out.jsonl")
-    assert [each["custom_id"] for each in (good, two, bad)] == ["a0", "a1", "a2"]
-    assert good["response"]["status_code"] == 200 and good["error"] is None
-    body = good["response"]["body"]
-    assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] <= 4
-    assert [choice["index"] for choice in two["response"]["body"]["choices"]] == [0, 1]
-    assert bad["response"]["status_code"] == 400
-    again = run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
-    assert again.written == 0 and again.errors == 1
-
-
 # -- what may happen on the way ----------------------------------------------------------------------------------------
 
 

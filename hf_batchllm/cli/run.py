@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 from collections.abc import Sequence
+from dataclasses import fields
 
 from ..errors import BatchLLMError, OutputWriteError
 from ..files.run import images_of_lines, run_records
@@ -56,20 +57,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_options(asked: argparse.Namespace, seed: int | None) -> RunOptions:
-    return RunOptions(
-        output_format=asked.output_format,
-        token_ids=asked.token_ids,
-        order=asked.order,
-        fsync=asked.fsync,
-        window_bytes=asked.window,
-        retry_errors=asked.retry_errors,
-        restart=asked.restart,
-        on_error=asked.on_error,
-        limit=asked.limit,
-        seed=seed,
-        progress=False if asked.quiet else None,
-        shard=None if asked.shard is None else read_shard(asked.shard),
-    )
+    given = {each.name: getattr(asked, each.name) for each in fields(RunOptions) if hasattr(asked, each.name)}
+    given |= {"window_bytes": asked.window, "seed": seed, "progress": False if asked.quiet else None}
+    return RunOptions(**given | {"shard": None if asked.shard is None else read_shard(asked.shard)})
 
 
 def _why(error: Exception, loaded: bool) -> str:

@@ -80,7 +80,10 @@ class FileOutput:
         self._record: RunRecord | None = None  # of this run
         self._retry_errors = self.started = False
         self._afresh = RESTART_HINT.format(path=self.path)
-        results = f"{self.path}.part.jsonl" if self._table else self.path  # they are there as they come
+        # Results as they come; and those of a run in another format, or the table.
+        results, self._other = self.path, f"{self.path}.part.jsonl"
+        if self._table:
+            results, self._other = self._other, results
         self._make_journal = lambda: Journal(results, records, fsync=fsync, busy=self._busy, note=note)
         self._check_place(source, results)
         try:
@@ -88,6 +91,7 @@ class FileOutput:
         except OSError as error:
             raise OutputFileError(f"{self.path} cannot be written to: {reason(error)}") from error
         try:
+            self._check_no_other_format()
             if not restart:
                 self._read_earlier_run()
         except BaseException as error:
@@ -105,19 +109,12 @@ class FileOutput:
         files = (results, self._record_path, self.path, temporary_beside(self.path))
         if source is not None and any(map(source.is_file, files)):
             raise OutputFileError(f"{source.name} is the input, and would be written to: give another output")
-        # A run in another format has its results elsewhere, and the same run record.
-        other = self.path if self._table else f"{self.path}.part.jsonl"
-        if _size(other) is None:
-            return
-        with contextlib.suppress(OSError), open(other, "rb") as file:
-            if not lock(file.fileno(), other):
+
+    def _check_no_other_format(self) -> None:
+        """A run in another format has its results elsewhere, and the same run record."""
+        with contextlib.suppress(FileNotFoundError, PermissionError), open(self._other, "rb") as file:
+            if not lock(file.fileno(), self._other):
                 raise OutputBusyError(self._busy())
-        begun = _size(results) or (_size(results) is not None and os.path.exists(self._record_path))
-        if _size(other) and not begun and not self._restart:
-            raise OutputFileError(
-                f"{other} exists already, and no run in this format has written it: give another output, or "
-                f"{self._afresh}"
-            )
 
     def _busy(self) -> str:
         who = ""
@@ -136,6 +133,12 @@ class FileOutput:
                 f"{self.journal.path} is not empty, and {self._record_path}, which would say how its results were "
                 "made, is not there. If you renamed the results, rename their .run.json, too; else give another "
                 f"output, or {self._afresh}"
+            )
+        made_without = record is not None and record.results == 0
+        if _size(self._other) and not self.journal.file_size and not made_without:
+            raise OutputFileError(
+                f"{self._other} exists already, and no run in this format has written it (or {self.journal.path} is "
+                f"gone): give another output, or {self._afresh}"
             )
         if len(self) or self.journal.beyond:
             self._old = record  # else of a run that wrote no result, or whose results are gone
@@ -271,8 +274,7 @@ class FileOutput:
         """Deletes nothing. A copy of the run record goes first and the journal last: if the process is killed in
         between, the old run is still there."""
         results = self.journal.path
-        others = [path for path in (self.path, f"{self.path}.part.jsonl") if path != results]
-        there = [path for path in (*others, results) if _size(path)]
+        there = [path for path in (self._other, results) if _size(path)]
         if not self.journal.has_name:  # somebody has put it elsewhere since: what is in it stays
             self._reopen()
         if not there:

@@ -125,7 +125,7 @@ class RecordReader:
 
     def read(self, number: int, raw: bytes) -> PromptRecord | BadPromptRecord:
         record: dict[str, Any] = {}
-        of_record: dict[str, Any] = {"number": number, "where": self._where(number)}
+        of_record: dict[str, Any] = {"number": number, "where": self._where(number), "kept": self._kept(record)}
         try:
             record = parse(raw)
             name = "custom_id" if self.dialect == OPENAI else "id"

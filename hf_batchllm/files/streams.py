@@ -15,11 +15,12 @@ from .paths import reason
 from .run_record import RunRecord
 from .sources import Source
 
-_DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/self/fd/")  # of this process: streams, though they may lead to a file
+_OWN = {"-": 1, "/dev/stdout": 1, "/dev/stderr": 2}
+_DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/")  # of this process, too: streams, though they may lead to a file
 
 
 def is_stream(path: str) -> bool:
-    if path == "-" or path.startswith(_DESCRIPTORS):
+    if path in _OWN or path.startswith(_DESCRIPTORS):
         return True
     try:
         mode = os.stat(os.path.expanduser(path)).st_mode
@@ -39,9 +40,10 @@ class StreamOutput:
         self.name = "stdout" if path == "-" else path
         self._written = 0
         try:
-            self._descriptor = os.dup(1) if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND)
-            if path == "-":
-                os.write(1, b"")  # fails now if it is open for reading alone
+            own = _OWN.get(path)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND) if own is None else os.dup(own)
+            if own is not None:
+                os.write(own, b"")  # fails now if it is open for reading alone
         except OSError as error:
             raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
         if source is not None and source.is_file(self._descriptor):
