@@ -261,7 +261,7 @@ def _with_adapters(model: Any, asked: argparse.Namespace, adapters: Mapping[str,
 
     wrapped: Any = None
     for name, path in adapters.items():
-        given = {"adapter_name": name, "torch_device": str(model.device)}
+        given: dict[str, Any] = {"adapter_name": name, "torch_device": str(model.device)}
         option = f"--model {path}" if path == asked.model else f"--adapter {name}={path}"
         with _in_a_line(option), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of PEFT's own code

@@ -6,8 +6,8 @@ What has to look at the model is a function of a generator. A pool has one of it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -106,26 +106,17 @@ class RecordEngine:
             self._known[key] = self.ask(line_config, settings)
         return self._known[key]
 
-    @contextmanager
     def stream(
-        self,
-        prompts: Sequence[Any],
-        configs: Sequence[GenerationConfig],
-        seeds: Sequence[int],
-        on_error: str,
-        progress: bool,
-        name: Callable[[int], str],
-        options: dict[str, Any],
-    ) -> Iterator[Iterator[Generation]]:
-        """``name``: of a prompt, in warnings."""
-        given = {"seed": list(seeds), "on_error": on_error, "progress": progress, **options}
+        self, prompts: Sequence[Any], names: Sequence[str], configs: Sequence[GenerationConfig], **options: Any
+    ) -> Generator[Generation, None, None]:
+        """``names``: of the prompts, in warnings."""
         if isinstance(self.gen, BatchGenerator):
-            with self.gen._notices.naming(name):
-                stream: Any = self.gen.stream(prompts, configs, **given)
+            with self.gen._notices.naming(names.__getitem__):
+                found: Any = self.gen.stream(prompts, configs, **options)
         else:
-            stream = self.gen._stream_named([name(place) for place in range(len(prompts))], prompts, configs, **given)
-        with closing(stream):
-            yield stream
+            found = self.gen._stream_named(names, prompts, configs, **options)
+        stream: Generator[Generation, None, None] = found
+        return stream
 
     @property
     def last_report(self) -> RunReport | None:

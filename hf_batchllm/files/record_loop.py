@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from .records import BadPromptRecord, PromptRecord, RecordReader, refusal
 from .report import FileReport
 from .results import ResultWriter
 from .run_options import RunOptions
-from .settings import GenerationSettings
 from .sources import Source, record_key
 from .streams import StreamOutput
 
@@ -92,25 +91,26 @@ class RecordLoop:
         assert self._whole is not None
         self._whole.call_begins(len(records))
         settings = [record.settings for record in records]
-        options: dict[str, Any] = {}
+        options = as_lists([each.prompt_options for each in settings]) | as_list([each.grammar for each in settings])
         if settings[0].adapter is not None:
             options["adapter"] = [each.adapter for each in settings]
         wanted = [each.logprobs for each in settings if each.logprobs is not None]
         if wanted:
             options["logprobs"] = max(wanted)
-        options |= as_lists([each.prompt_options for each in settings]) | as_list([each.grammar for each in settings])
         waiting: dict[int, list[Generation]] = {}  # place in ``records`` -> its samples so far
-        configs = [self._resolved(each) for each in settings]
+        # All of them are: records with problems are written, and not run.
+        configs = [found for found in map(self.engine.resolved, settings) if isinstance(found, LineConfig)]
         try:
-            with self.engine.stream(
+            stream = self.engine.stream(
                 [record.prompt for record in records],
+                [record.where for record in records],
                 [each.config for each in configs],
-                [self._seed_of(record) for record in records],
-                self.options.on_error,
-                not self._whole.bar.disable,
-                lambda place: records[place].where,
-                options,
-            ) as generations:
+                seed=[self._seed_of(record) for record in records],
+                on_error=self.options.on_error,
+                progress=not self._whole.bar.disable,
+                **options,
+            )
+            with closing(stream) as generations:
                 for generation in generations:
                     place = generation.index
                     samples = waiting.setdefault(place, [])
@@ -125,12 +125,6 @@ class RecordLoop:
             problems = [f"{records[place].where}: the prompt {why}" for place, why in error.problems.items()]
             raise refusal(f"{self.source.name} has prompts that cannot be run:", problems) from error
         self.report.add(self.engine.last_report)
-
-    def _resolved(self, settings: GenerationSettings) -> LineConfig:
-        """Of a record without a problem."""
-        resolved = self.engine.resolved(settings)
-        assert isinstance(resolved, LineConfig), resolved
-        return resolved
 
     def _without(self, error: NothingToDrawError, left: Sequence[PromptRecord]) -> None:
         """Runs the rest of a call in two halves, until the records that fail stand alone."""
