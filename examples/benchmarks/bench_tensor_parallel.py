@@ -18,9 +18,9 @@ import inspect
 import os
 import statistics
 import tempfile
-import time
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import common
@@ -33,7 +33,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.contenders import machine_name
-from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of, measure_rates, synchronize
+from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of, measure_rates, timed
 from hf_batchllm.bench.workload import SHAPES, Workload, load_model
 from hf_batchllm.model import peer_sums
 from hf_batchllm.patches.sharded_modules import local
@@ -71,15 +71,13 @@ def floors(model: Any, asked: argparse.Namespace, device: torch.device, dtype: t
     with BatchGenerator(model) as generator:
         sums = generator.architecture.ranks.sums(device, lambda *_: None)
         rows = torch.zeros(_ROWS, config.hidden_size, device=device, dtype=dtype)
-        taken = []
-        for _ in range(20):
-            synchronize(device)
-            began = time.perf_counter()
+
+        def sum_up() -> None:
             for _ in range(5):
                 sums.begin()
                 sums.total(rows)
-            synchronize(device)
-            taken.append((time.perf_counter() - began) / 5)
+
+        taken = [timed(device, sum_up, free=False)[0] / 5 for _ in range(20)]
         of_a_token = statistics.median(taken) / _ROWS
     found = {}
     for name in asked.only:
@@ -89,19 +87,14 @@ def floors(model: Any, asked: argparse.Namespace, device: torch.device, dtype: t
     return found
 
 
-def timed(model: Any, asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def run(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
     found = {}
-    fields: dict[str, Any] = {"cuda_graphs": not asked.no_graphs}
-    with BatchGenerator(model, **fields) as generator:
+    with BatchGenerator(model, cuda_graphs=not asked.no_graphs) as generator:
         for name in asked.only:
             workload = workload_of(name, asked)
-            prompts, new = workload.prompts(model.config.vocab_size), workload.new
-            taken = []
-            for _ in range(asked.runs + 1):
-                began = time.perf_counter()
-                result = generator.generate(prompts, max_new_tokens=new, progress=False)
-                taken.append(time.perf_counter() - began)
-            found[name] = statistics.median(taken[1:]), result.report  # the first compiles kernels
+            prompts = workload.prompts(model.config.vocab_size)
+            work = partial(generator.generate, prompts, max_new_tokens=workload.new, progress=False)
+            found[name] = common.median_seconds(asked.runs, work), generator.last_report
     return found
 
 
@@ -170,13 +163,13 @@ def on_rank(rank: int, asked: argparse.Namespace, folder: str) -> None:
     alone: dict[str, Any] = {}
     if not asked.no_single and rank == 0:
         model = load_model(None, asked.config, device, dtype)
-        alone = timed(model, asked, device)
+        alone = run(model, asked)
         del model
         if cuda:
             torch.cuda.empty_cache()
     dist.barrier()
     model = random_sharded(AutoConfig.for_model(**SHAPES[asked.config]), asked.gpus, device, dtype)
-    together = timed(model, asked, device)
+    together = run(model, asked)
     least = floors(model, asked, device, dtype)
     if rank == 0:
         print(f"\n{asked.config} on {asked.gpus} x {machine_name(device)}, {asked.requests:,} prompts\n")

@@ -167,16 +167,14 @@ def floor_line(floor: Floor) -> str:
     return textwrap.fill(text, 118)
 
 
-def positives(text: str) -> list[int]:
-    if not all(number.isdecimal() and int(number) for number in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, or several with commas")
-    return [int(number) for number in text.split(",")]
-
-
 def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def positives(text: str) -> list[int]:
+    return [positive(number) for number in text.split(",")]
 
 
 def setting(text: str) -> tuple[str, Any]:

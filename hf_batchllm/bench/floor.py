@@ -176,7 +176,7 @@ def _matrices(model: Any) -> tuple[int, dict[nn.Module, Mixture]]:
     kinds = nn.Linear | Conv1D
     linear = [each.weight for each in modules.values() if isinstance(each, kinds) and each not in apart]
     # Short convolutions and the rates of a scan multiply each value a few times: next to nothing beside products.
-    small = [each.weight for each in modules.values() if isinstance(each, nn.Embedding | nn.Conv1d)]
+    small: list[Any] = [each.weight for each in modules.values() if isinstance(each, nn.Embedding | nn.Conv1d)]
     small += [each.A_log for _, each, _ in mixers(model) if hasattr(each, "A_log")]
     always, found, known = sum(weight.numel() for weight in linear), {}, {head.weight, *small, *linear}
     config = model.config.get_text_config(decoder=True)

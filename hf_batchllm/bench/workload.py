@@ -71,8 +71,8 @@ def load_model(model: str | None, config: str, device: torch.device, dtype: torc
     if model is None:
         known = AutoConfig.for_model(**SHAPES[config]) if config in SHAPES else AutoConfig.from_pretrained(config)
         return random_model(known, device, dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
-    loaded.config._name_or_path = ""  # so that no tokenizer is found: nobody reads the text of the answers
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    loaded.to(device).config._name_or_path = ""  # so that no tokenizer is found: nobody reads the text of the answers
     return _ready(loaded)
 
 
