@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from hf_batchllm.model import image_features
 from hf_batchllm.planning.scheduler import FifoScheduler
 
 pytestmark = plain
-OPTIONS: dict[str, Any] = {"eos_token_id": None, "do_sample": False, "progress": False}
+OPTIONS: dict[str, Any] = {"eos_token_id": None, "do_sample": False}
 
 
 def chats_of(first: Any, second: Any) -> list[Any]:
@@ -43,6 +44,15 @@ def expected(family: str, device: str) -> list[list[int]]:
     return _KNOWN[family, device]
 
 
+def generator_of(family: str, device: str = "cpu", model: Any = None, **config: Any) -> BatchGenerator:
+    return BatchGenerator(model or model_of(family, device), processor_of(family), **{"min_shared_tokens": 2} | config)
+
+
+def answered(family: str, chats: list[Any], new: int, device: str = "cpu", /, model: Any = None, **config: Any) -> Any:
+    with generator_of(family, device, model, **config) as generator:
+        return generator.generate(chats, max_new_tokens=new, **OPTIONS)
+
+
 @contextmanager
 def images_read(model: Any) -> Iterator[list[int]]:
     """How many images each run of the vision tower reads."""
@@ -54,54 +64,42 @@ def images_read(model: Any) -> Iterator[list[int]]:
         runs.append(1)
         return own(self, *args, **given)
 
-    type(inner).get_image_features = noted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(inner), "get_image_features", noted)
         yield runs
-    finally:
-        type(inner).get_image_features = own
 
 
 @pytest.mark.parametrize("family", PICTURED)
 def test_tokens_are_those_of_generate(family: str, device: str) -> None:
-    model = model_of(family, device)
-    with BatchGenerator(model, processor_of(family), min_shared_tokens=2, page_size=16) as generator:
-        result = generator.generate(CHATS, max_new_tokens=10, **OPTIONS)
+    result = answered(family, CHATS, 10, device, page_size=16)
     assert result.token_ids == expected(family, device)
     assert len({tuple(row) for row in result.token_ids}) == len(CHATS), "the images make no difference"
-    assert "get_image_features" not in vars(model.model)
+    assert "get_image_features" not in vars(model_of(family, device).model)
 
 
-@pytest.mark.some_cases
+NOT_CUT = {"gemma3": 16, "gemma4": 64}  # tokens of an image, which see each other both ways
+BUDGETS = [
+    *itertools.product(["qwen3_vl", "llava", "idefics3"], [1, 3, 7]),
+    *itertools.product(NOT_CUT, [1, 17, 24]),
+]
+
+
+@pytest.mark.some_cases("family")
 @pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("tokens", [1, 3, 7])
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava", "idefics3"])
-def test_where_steps_end_in_the_middle_of_an_image(family: str, tokens: int, steps: int, device: str) -> None:
-    """Decode rows run several times in a row, over pages that begin within an answer."""
-    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 16 if device == "cuda" else 2}
-    config |= {"max_batch_tokens": tokens, "steps_per_sync": steps}
-    with BatchGenerator(model_of(family, device), processor_of(family), **config) as generator:
-        assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, device)
-
-
-@pytest.mark.some_cases
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("tokens", [1, 17, 24])
-@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
-def test_images_that_are_not_cut(family: str, tokens: int, steps: int, device: str) -> None:
-    """Their tokens see each other both ways, so each is computed in one step, however small steps are to be."""
-    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 16 if device == "cuda" else 2}
-    config |= {"max_batch_tokens": tokens, "steps_per_sync": steps}
-    smaller = tokens < {"gemma3": 16, "gemma4": 64}[family]  # than an image
-    told = pytest.warns(UserWarning, match="both ways") if smaller else nullcontext()
-    with told, BatchGenerator(model_of(family, device), processor_of(family), **config) as generator:
-        assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, device)
+@pytest.mark.parametrize(("family", "tokens"), BUDGETS)
+def test_where_steps_are_smaller_than_an_image(family: str, tokens: int, steps: int, device: str) -> None:
+    """Images are cut, or else computed in one step, however small steps are to be. Decode rows run several times in a
+    row, over pages that begin within an answer."""
+    config = {"page_size": 16 if device == "cuda" else 2, "max_batch_tokens": tokens, "steps_per_sync": steps}
+    told = pytest.warns(UserWarning, match="both ways") if tokens < NOT_CUT.get(family, 0) else nullcontext()
+    with told:
+        assert answered(family, CHATS, 10, device, **config).token_ids == expected(family, device)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen2_5_vl"])
 def test_in_plain_pytorch(family: str) -> None:
-    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 4, "max_batch_tokens": 19, "backend": "torch"}
-    with BatchGenerator(model_of(family), processor_of(family), **config) as generator:
-        assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, "cpu")
+    result = answered(family, CHATS, 10, page_size=4, max_batch_tokens=19, backend="torch")
+    assert result.token_ids == expected(family, "cpu")
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("gemma3", 17), ("gemma4", 71)])
@@ -109,10 +107,8 @@ def test_a_scheduler_that_cuts_an_image(family: str, tokens: int) -> None:
     class Cuts(FifoScheduler):
         _whole_images = staticmethod(lambda unit, count, step: count)
 
-    config: dict[str, Any] = {"max_batch_tokens": tokens, "scheduler": Cuts()}
-    generator = BatchGenerator(model_of(family), processor_of(family), **config)
     with pytest.raises(RuntimeError, match=r"chunk_end\(begin, end\)"):
-        generator.generate(CHATS * 4, max_new_tokens=2, **OPTIONS)
+        answered(family, CHATS * 4, 2, max_batch_tokens=tokens, scheduler=Cuts())
 
 
 @pytest.mark.some_cases
@@ -120,14 +116,11 @@ def test_a_scheduler_that_cuts_an_image(family: str, tokens: int) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
 def test_where_memory_is_short(family: str, scheduler: str, device: str) -> None:
     """Preempted prompts are computed again, with images that have been dropped by then."""
-    model, chats = model_of(family, device), CHATS[:3] * 4
-    size = 4 if device == "cpu" else 16
-    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": size, "scheduler": scheduler}
-    probe = BatchGenerator(model, processor_of(family), **config)
-    room = 100 * probe.architecture.kv_bytes_per_token
-    with BatchGenerator(model, processor_of(family), kv_memory=room, **config) as generator:
+    config = {"page_size": 4 if device == "cpu" else 16, "scheduler": scheduler}
+    room = 100 * generator_of(family, device, **config).architecture.kv_bytes_per_token
+    with generator_of(family, device, kv_memory=room, **config) as generator:
         # A token that is never drawn might end an answer, so more are begun than there is room for.
-        result = generator.generate(chats, max_new_tokens=40, **OPTIONS | {"eos_token_id": 1000})
+        result = generator.generate(CHATS[:3] * 4, max_new_tokens=40, **OPTIONS | {"eos_token_id": 1000})
     assert result.token_ids == generated(family, CHATS[:3], 40, device) * 4
     if device == "cpu" and scheduler == "groups":
         assert result.report.preemptions
@@ -141,8 +134,8 @@ def test_each_image_and_each_shared_token_is_computed_once(family: str, device: 
     first, second = picture(1, 64, 64), picture(2, 64, 64)
     chats = [user(words(3), shows(first if number % 2 else picture(1, 64, 64)), words(number)) for number in range(20)]
     chats += [user(shows(second), words(number), shows(first)) for number in range(20, 40)]
-    with images_read(model) as runs, BatchGenerator(model, processor_of(family), min_shared_tokens=2) as generator:
-        result = generator.generate(chats, max_new_tokens=4, **OPTIONS)
+    with images_read(model) as runs:
+        result = answered(family, chats, 4, device)
     counting.remove()
     assert len(runs) == 1, "both have one size, so they are read in one run"
     shared = result.report.plan
@@ -155,11 +148,10 @@ def test_each_image_and_each_shared_token_is_computed_once(family: str, device: 
 def test_equal_ids_with_different_images_share_nothing(device: str) -> None:
     family = "qwen2_5_vl"
     chats = [user(shows(picture(seed, 64, 64)), words(5)) for seed in range(4)]
-    with BatchGenerator(model_of(family, device), processor_of(family), min_shared_tokens=1) as generator:
-        result = generator.generate(chats, max_new_tokens=6, **OPTIONS)
-        assert {each.prompt_token_ids == result[0].prompt_token_ids for each in result} == {True}
-        beside = 2  # the words in front of the image
-        assert max(segment.end for segment in result.report.plan.segments) == beside
+    result = answered(family, chats, 6, device, min_shared_tokens=1)
+    assert {each.prompt_token_ids == result[0].prompt_token_ids for each in result} == {True}
+    beside = 2  # the words in front of the image
+    assert max(segment.end for segment in result.report.plan.segments) == beside
     assert result.token_ids == generated(family, chats, 6, device)
 
 
@@ -167,9 +159,8 @@ def test_equal_ids_with_different_images_share_nothing(device: str) -> None:
 def test_an_image_of_one_token(family: str) -> None:
     """``generate`` fails where Mistral 3's tower reads no other beside it; here it is as if there were others."""
     chats = [user(words(5), shows(picture(1, 32, 32)), words(4)), user(shows(picture(2, 64, 96)), words(3))]
-    with BatchGenerator(model_of(family), processor_of(family)) as generator:
-        alone = generator.generate(chats[:1], max_new_tokens=6, **OPTIONS)
-        together = generator.generate(chats, max_new_tokens=6, **OPTIONS)
+    with generator_of(family) as generator:
+        alone, together = (generator.generate(some, max_new_tokens=6, **OPTIONS) for some in (chats[:1], chats))
     assert alone[0].prompt_token_ids.count(model_of(family).config.image_token_id) == 1
     assert alone[0].token_ids == together[0].token_ids
     assert together[1].token_ids == generated(family, chats[1:], 6)[0]
@@ -185,10 +176,7 @@ def test_kept_prefixes(family: str, device: str) -> None:
         [user(shows(pages[page].copy()), words(*range(3, 12)), words(number + end)) for end in (20, 30, 40)]
         for number, page in enumerate((0, 0, 1, 0))
     ]
-    with (
-        images_read(model) as runs,
-        BatchGenerator(model, processor_of(family), min_shared_tokens=2, keep_prefixes=4) as generator,
-    ):
+    with images_read(model) as runs, generator_of(family, device, keep_prefixes=4) as generator:
         results = [generator.generate(chats, max_new_tokens=6, **OPTIONS) for chats in calls]
     before_the_image = 3
     assert [result.report.cached_tokens > before_the_image for result in results] == [False, True, False, True]
@@ -199,8 +187,7 @@ def test_kept_prefixes(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava", "gemma4"])
 def test_samples_beams_and_penalties(family: str, device: str) -> None:
-    model, processor = model_of(family, device), processor_of(family)
-    with BatchGenerator(model, processor, min_shared_tokens=2, page_size=16) as generator:
+    with generator_of(family, device, page_size=16) as generator:
         for options in ({"num_beams": 3}, {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}):
             # With beams, generate of older versions mixes several images of a prompt up.
             chats = [CHATS[0], CHATS[1], CHATS[3]] if "num_beams" in options else CHATS
@@ -208,8 +195,8 @@ def test_samples_beams_and_penalties(family: str, device: str) -> None:
             assert result.token_ids == generated(family, chats, 6, device, **options)
         sampled = {"do_sample": True, "seed": 3, "num_return_sequences": 3}
         result = generator.generate(CHATS, max_new_tokens=6, **OPTIONS | sampled)
-        alone = [generator.generate([chat], max_new_tokens=6, **OPTIONS | sampled) for chat in CHATS[:1]]
-    assert result.token_ids[:3] == alone[0].token_ids
+        alone = generator.generate(CHATS[:1], max_new_tokens=6, **OPTIONS | sampled)
+    assert result.token_ids[:3] == alone.token_ids
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "gemma4"])
@@ -218,8 +205,7 @@ def test_a_token_of_images_that_stands_for_none(family: str, device: str) -> Non
     model = model_of(family, device)
     bare = [3, model.config.image_token_id, model.config.image_token_id, 7]
     chat = user(shows(picture(1)), words(4))
-    with BatchGenerator(model, processor_of(family), page_size=16) as generator:
-        result = generator.generate([bare, chat], max_new_tokens=6, **OPTIONS)
+    result = answered(family, [bare, chat], 6, device, page_size=16)
     ids = torch.tensor([bare], device=device)
     alone = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert result.token_ids == [alone[0, 4:].tolist(), *generated(family, [chat], 6, device)]
@@ -232,8 +218,7 @@ def test_answers_of_tokens_of_images(family: str, steps: int, device: str) -> No
     """A row goes on from such a token in the very step that computes another prompt's image."""
     model = model_of(family, device)
     liked = {"sequence_bias": [[[model.config.image_token_id], 100.0]]}
-    config: dict[str, Any] = {"page_size": 16, "max_batch_tokens": 6, "steps_per_sync": steps}
-    with BatchGenerator(model, processor_of(family), **config) as generator:
+    with generator_of(family, device, page_size=16, max_batch_tokens=6, steps_per_sync=steps) as generator:
         result = generator.generate(CHATS, max_new_tokens=10, **OPTIONS, **liked)
     assert result.token_ids == [[model.config.image_token_id] * 10] * len(CHATS)
 
@@ -241,12 +226,11 @@ def test_answers_of_tokens_of_images(family: str, steps: int, device: str) -> No
 @pytest.mark.parametrize("family", ["llava", "mistral3", "internvl", "qwen3_vl"])
 def test_after_generate_has_run_the_same_model(family: str) -> None:
     """It leaves transformers' own hooks in the tower, and works afterwards as it did before."""
-    model, processor = copy.deepcopy(model_of(family)), processor_of(family)
+    model = copy.deepcopy(model_of(family))
     inputs = inputs_of(family, CHATS[0])
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     before = model.generate(**inputs, **options)
-    with BatchGenerator(model, processor, keep_prefixes=2) as generator:
-        result = generator.generate(CHATS[:1], max_new_tokens=6, **OPTIONS)
+    result = answered(family, CHATS[:1], 6, model=model, keep_prefixes=2)
     assert result.token_ids == before[:, inputs["input_ids"].shape[1] :].tolist()
     assert torch.equal(model.generate(**inputs, **options), before)
 
@@ -262,15 +246,14 @@ def test_each_prompt_has_the_tower_of_its_adapter() -> None:
         model.add_adapter("b", config)
     model.eval()
     chats, names = CHATS[:2] * 3, ["a", "a", "b", "b", None, None]
-    with BatchGenerator(model, processor_of(family), min_shared_tokens=2) as generator:
+    with generator_of(family, model=model) as generator:
         together = generator.generate(chats, adapter=names, max_new_tokens=6, **OPTIONS)
     alone = []
     for name in ("a", "b", None):
-        with BatchGenerator(model, processor_of(family)) as generator:
-            if name is not None:
-                model.set_adapter(name)
-            with model.disable_adapter() if name is None else nullcontext():
-                alone += generator.generate(CHATS[:2], max_new_tokens=6, **OPTIONS).token_ids
+        if name is not None:
+            model.set_adapter(name)
+        with model.disable_adapter() if name is None else nullcontext():
+            alone += answered(family, CHATS[:2], 6, model=model).token_ids
     assert together.token_ids == alone
     assert len({tuple(row) for row in alone}) > 3, "adapters make no difference"
 
@@ -282,8 +265,7 @@ def test_features_of_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     pictures = [picture(seed) for seed in range(6)]
     chats = [user(words(begin), shows(one), words(4)) for begin in (3, 5) for one in pictures]
     family = "llava"
-    with BatchGenerator(model_of(family), processor_of(family), max_batch_tokens=8) as generator:
-        result = generator.generate(chats, max_new_tokens=4, **OPTIONS)
+    result = answered(family, chats, 4, max_batch_tokens=8)
     assert "were read again" in result.report.images
     assert result.token_ids == generated(family, chats, 4)
 
@@ -292,8 +274,8 @@ def test_features_of_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_scores_of_answers_to_images(family: str, device: str) -> None:
     """Against transformers' own forward pass; the tower reads each image once."""
     model, answers = model_of(family, device), ["w7", "w8 w9", "w8 w11 w12"]
-    with images_read(model) as runs, BatchGenerator(model, processor_of(family), min_shared_tokens=2) as generator:
-        scores = generator.score(CHATS, choices=answers, progress=False)
+    with images_read(model) as runs, generator_of(family, device) as generator:
+        scores = generator.score(CHATS, choices=answers)
     assert len(runs) <= 2, "two images of different sizes"
     ids = [[int(word[1:]) for word in answer.split()] for answer in answers]
     assert len(scores) == len(CHATS) * len(ids)
@@ -306,10 +288,9 @@ def test_scores_of_answers_to_images(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_log_probs_of_prompts_with_images(family: str, device: str) -> None:
-    with BatchGenerator(model_of(family, device), processor_of(family), min_shared_tokens=2, page_size=16) as generator:
+    with generator_of(family, device, page_size=16) as generator:
         result = generator.generate(CHATS, max_new_tokens=2, prompt_logprobs=1, **OPTIONS)
     for chat, each in zip(CHATS, result, strict=True):
-        assert each.prompt_logprobs is not None
         found = [
             entry[token] for token, entry in zip(each.prompt_token_ids, each.prompt_logprobs, strict=True) if entry
         ]

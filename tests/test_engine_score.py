@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +10,11 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_cases import up_to
-from support_families import build, random_prompts
+from support_families import build, family_params, random_prompts
 from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of_memory, tries, watched  # noqa: F401
 from support_score import KINDS_OF_ATTENTION, Ids, assert_right, questions
 
@@ -72,8 +74,7 @@ def test_little_memory(family: str, page_size: int, scheduler: str) -> None:
 
 
 def test_whole_texts() -> None:
-    texts = random_prompts(random.Random(4), 97, "nested", 6)
-    texts = [text for text in texts if len(text) > 1]
+    texts = [text for text in random_prompts(random.Random(4), 97, "nested", 6) if len(text) > 1]
     result = score(None, texts)
     assert_right(FAMILY, [text[:1] for text in texts], [[text[1:]] for text in texts], result)
 
@@ -86,11 +87,8 @@ def head_rows(family: str = FAMILY) -> Iterator[list[int]]:
     """The rows of each run of the LM head."""
     rows: list[int] = []
     head = build(family).get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[-2]))
-    try:
+    with head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[-2])):
         yield rows
-    finally:
-        handle.remove()
 
 
 def distinct_beginnings(texts: Sequence[Ids], firsts: Sequence[int]) -> int:
@@ -112,7 +110,6 @@ def test_each_token_is_run_once_and_the_head_only_where_something_is_looked_up(c
     with counted_tokens(build(FAMILY)) as sizes, head_rows() as rows:
         result = score(contexts, several, min_shared_tokens=0, **config)
     report = result.report
-    assert report is not None
     assert sum(sizes) == distinct_beginnings(texts, [1] * len(texts)) == report.computed_tokens
     assert sum(sizes) == report.plan.computed_tokens
     assert sum(rows) == distinct_beginnings(texts, firsts)
@@ -138,8 +135,8 @@ def test_a_context_kept_from_an_earlier_call() -> None:
     with counted_tokens(build(FAMILY)) as sizes:
         again = gen.score(contexts, several)
     assert_right(FAMILY, contexts, several, again)
-    assert first.report is not None and first.report.cached_tokens == 0
-    assert again.report is not None and again.report.cached_tokens == 35
+    assert first.report.cached_tokens == 0
+    assert again.report.cached_tokens == 35
     assert sum(sizes) == again.report.computed_tokens == first.report.computed_tokens - 35
     # Where something is looked up inside of it, no more of it can be made use of than lies before.
     shorter = [contexts[0][:20]]
@@ -149,7 +146,7 @@ def test_a_context_kept_from_an_earlier_call() -> None:
     assert sum(sizes) == 36 - 19
     assert_right(FAMILY, shorter, several, inside)
     out = gen.generate(contexts, max_new_tokens=2)
-    assert out.report is not None and out.report.cached_tokens > 0
+    assert out.report.cached_tokens > 0
 
 
 def test_steps_have_as_many_logits_as_there_may_be_and_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +164,40 @@ def test_steps_have_as_many_logits_as_there_may_be_and_more_tokens(monkeypatch: 
             result = score(contexts, several, **config)
         assert max(sizes) == 9
         assert_right(FAMILY, contexts, several, result)
+
+
+# -- on a GPU: the kernels under short chunks, and figures that come back while the next step runs -------------
+
+SLOW_WITHOUT_KERNELS = pytest.mark.filterwarnings("ignore:attention on cuda")
+
+
+@pytest.mark.gpu
+@SLOW_WITHOUT_KERNELS
+@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"max_batch_tokens": 7}, {"scheduler": "fifo", "max_batch_tokens": 31}, {"page_size": 16, "keep_prefixes": 4}],
+    ids=str,
+)
+@pytest.mark.usefixtures("watched")
+def test_float32_is_what_a_plain_forward_on_a_cpu_gives(family: str, config: dict[str, Any]) -> None:
+    model = copy.deepcopy(build(family)).to("cuda")
+    contexts, several = questions()
+    with BatchGenerator(model, **{"min_shared_tokens": 1, **config}) as generator:
+        for _ in range(2):  # kept prefixes, the second time
+            assert_right(family, contexts, several, generator.score(contexts, several))
+
+
+@pytest.mark.gpu
+@SLOW_WITHOUT_KERNELS
+def test_bfloat16() -> None:
+    model = copy.deepcopy(build("llama")).to("cuda", torch.bfloat16)
+    contexts, several = questions()
+    result = BatchGenerator(model).score(contexts, several)
+    for score in result:
+        ids = torch.tensor([[*contexts[score.index], *score.token_ids]], device="cuda")
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].float().log_softmax(dim=-1)
+        first = len(contexts[score.index])
+        expected = [logprobs[first - 1 + at, token].item() for at, token in enumerate(score.token_ids)]
+        assert score.logprobs == pytest.approx(expected, abs=0.5)

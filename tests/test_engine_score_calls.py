@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_calls import failing
 from support_cases import up_to
 from support_families import FAMILIES, build, random_prompts
 from support_interrupts import CRITICAL, Stop
@@ -79,18 +80,9 @@ def test_an_interrupt_at_any_line(files: tuple[str, ...], expected: list[list[fl
 def test_an_interrupt_gives_what_had_finished(
     monkeypatch: pytest.MonkeyPatch, expected: list[list[float]], step: int, keep: int
 ) -> None:
-    every_row, count = ModelRunner.every_row, 0
-
-    def interrupted(self: ModelRunner, batch: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == step:
-            raise KeyboardInterrupt
-        return every_row(self, batch)
-
     generator, before = make(keep_prefixes=keep), fingerprint(build(FAMILY))
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "every_row", interrupted)
+        failing(patch, ModelRunner, "every_row", {step}, KeyboardInterrupt)
         with pytest.raises(GenerationInterrupted, match=r"interrupted: .* of \d+ sequences had finished") as caught:
             generator.score(CONTEXTS, choices=CHOICES)
     finished = caught.value.result
@@ -101,19 +93,16 @@ def test_an_interrupt_gives_what_had_finished(
         assert (best is not None) == (len(scores) == len(CHOICES))
     assert finished._repr_html_()
     report = generator.last_report
-    assert report is not None and report.finished == len(finished) and report.sequences == len(expected)
+    assert report.finished == len(finished) and report.sequences == len(expected)
     assert_as_before(generator, before, expected)
     assert generator.interrupted is None
 
 
-def test_an_error_of_the_model_comes_out_and_nothing_stays(
-    monkeypatch: pytest.MonkeyPatch, expected: list[list[float]]
-) -> None:
+def test_an_error_of_the_model_comes_out_and_nothing_stays(expected: list[list[float]]) -> None:
     generator, before = make(), fingerprint(build(FAMILY))
-    handle = build(FAMILY).get_output_embeddings().register_forward_hook(lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    head = build(FAMILY).get_output_embeddings()
+    with head.register_forward_hook(lambda *args: 1 / 0), pytest.raises(ZeroDivisionError):
         generator.score(CONTEXTS, choices=CHOICES)
-    handle.remove()
     assert_as_before(generator, before, expected)
 
 
@@ -132,9 +121,8 @@ def test_one_call_at_a_time() -> None:
         except GeneratorBusyError as error:
             inside.append(error)
 
-    handle = build(FAMILY).get_input_embeddings().register_forward_hook(score_again)
-    assert len(generator.score([[5]], [[6]])) == 1
-    handle.remove()
+    with build(FAMILY).get_input_embeddings().register_forward_hook(score_again):
+        assert len(generator.score([[5]], [[6]])) == 1
     assert inside
     generator.close()
     with pytest.raises(GeneratorBusyError, match="closed"):
@@ -149,7 +137,7 @@ def test_what_does_not_fit_into_the_cache_is_said_of_contexts() -> None:
     assert caught.value.problems.keys() == {1} and generator.last_report is None
     result = generator.score(contexts, choices=[[5], [6]], on_error="record")
     assert [score.error is None for score in result] == [True, True, False, False, True, True]
-    assert result.report is not None and result.report.sequences == 4
+    assert result.report.sequences == 4
     contexts.append([6] * 10)  # would fit alone
     with pytest.raises(PromptError) as caught:
         generator.score(contexts, [[5], [5], [5], [6]])
@@ -165,9 +153,9 @@ def test_over_the_kernels_twins_with_little_memory(part: float, device: Device, 
     """On a GPU the largest step is run beforehand where memory may be short."""
     tight(device, CONTEXTS, part, build("llama"))
     with BatchGenerator(build("llama"), page_size=4, min_shared_tokens=1, max_batch_tokens=64) as generator:
-        result = generator.score(CONTEXTS, choices=CHOICES, progress=False)
+        result = generator.score(CONTEXTS, choices=CHOICES)
     assert bool(rehearsed) == (part < 2)
-    every = BatchGenerator(build("llama"), share_prefixes=False).score(CONTEXTS, choices=CHOICES, progress=False)
+    every = BatchGenerator(build("llama"), share_prefixes=False).score(CONTEXTS, choices=CHOICES)
     for score, other in zip(result, every, strict=True):
         assert score.logprobs == pytest.approx(other.logprobs, abs=1e-4) and score.is_greedy == other.is_greedy
 

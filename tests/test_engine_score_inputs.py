@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,13 @@ from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from hf_batchllm import BatchGenerator, PromptError, PromptsTypeError
+from hf_batchllm.engine.scoring.lost_spaces import warn_of_lost_space
 from hf_batchllm.errors import OptionValueError
+from hf_batchllm.notices import Notices
 from hf_batchllm.results.scores import ScoreResult
 
 FAMILY = "llama"
+Scored = tuple[list[int], int]  # ids, and the first of them that is scored
 
 
 def generator(tokenizer: Any = None, **config: Any) -> BatchGenerator:
@@ -25,6 +31,10 @@ def generator(tokenizer: Any = None, **config: Any) -> BatchGenerator:
 
 def words(bos: bool = False, template: bool = False) -> BatchGenerator:
     return generator(word_tokenizer(bos=bos, template=template))
+
+
+def merging(**ends: bool) -> BatchGenerator:
+    return generator(merging_tokenizer(**ends))
 
 
 def merging_tokenizer(bos: bool = False, eos: bool = False) -> PreTrainedTokenizerFast:
@@ -45,8 +55,7 @@ def plain(ids: list[int], first: int) -> list[float]:
     return [logprobs[place - 1, ids[place]].item() for place in range(first, len(ids))]
 
 
-def assert_scored(result: ScoreResult, *expected: tuple[list[int], int]) -> None:
-    """Ids, and the first of them that is scored."""
+def assert_scored(result: ScoreResult, *expected: Scored) -> None:
     assert len(result) == len(expected)
     for score, (ids, first) in zip(result, expected, strict=True):
         assert score.error is None and score.token_ids == ids[first:]
@@ -55,57 +64,48 @@ def assert_scored(result: ScoreResult, *expected: tuple[list[int], int]) -> None
 
 # -- one for each, several for each, the same for all ----------------------------------------------------------
 
-
-def test_one_for_each_context() -> None:
-    result = generator().score([[5, 6], [7]], [[8, 9], [10]])
-    assert_scored(result, ([5, 6, 8, 9], 2), ([7, 10], 1))
-    assert [(score.index, score.choice) for score in result] == [(0, 0), (1, 0)]
-
-
-def test_several_for_a_context() -> None:
-    result = generator().score([[5, 6], [7]], [[[8], [9, 10]], [11]])
-    assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9, 10], 2), ([7, 11], 1))
-    assert [(score.index, score.choice) for score in result] == [(0, 0), (0, 1), (1, 0)]
-    assert [[score.choice for score in scores] for scores in result.by_context] == [[0, 1], [0]]
-
-
-def test_several_for_each_context_in_arrays_as_tables_have_them() -> None:
-    answers = [np.array([" w8", " w9"], dtype=object), np.array([" w4"])]
-    result = words().score(["w5 w6", "w7"], answers)
-    assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9], 2), ([7, 4], 1))
-
-
-def test_the_same_for_all() -> None:
-    result = generator().score([[5, 6], [7]], choices=[[8], [9, 10]])
-    assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9, 10], 2), ([7, 8], 1), ([7, 9, 10], 1))
+ONE, TWO = [([5, 6, 8, 9], 2)], [([5, 6, 8], 2), ([5, 6, 9], 2)]
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "expected"),
     [
-        ([5, 6], [8, 9]),
-        ([5, 6], [[8, 9]]),
-        ([5, 6], [[[8, 9]]]),
-        ([[5, 6]], [8, 9]),
-        ([[5, 6]], [[8, 9]]),
-        (torch.tensor([5, 6]), torch.tensor([8, 9])),
-        (np.array([5, 6]), [np.array([8, 9])]),
-        ("w5 w6", " w8 w9"),
-        (["w5 w6"], [" w8 w9"]),
-        ("w5 w6", [8, 9]),
-        ([5, 6], "w8 w9"),
-        (["w5 w6"], ([8, 9],)),
-        pytest.param((iter([[5, 6]]), iter(["w8 w9"])), id="iterators"),
+        (([[5, 6], [7]], [[8, 9], [10]]), [([5, 6, 8, 9], 2), ([7, 10], 1)]),
+        (([[5, 6], [7]], [[[8], [9, 10]], [11]]), [([5, 6, 8], 2), ([5, 6, 9, 10], 2), ([7, 11], 1)]),
+        # in arrays, as tables have them
+        ((["w5 w6", "w7"], [np.array([" w8", " w9"], dtype=object), np.array([" w4"])]), [*TWO, ([7, 4], 1)]),
+        (([5, 6], [8, 9]), ONE),
+        (([5, 6], [[8, 9]]), ONE),
+        (([5, 6], [[[8, 9]]]), ONE),
+        (([[5, 6]], [8, 9]), ONE),
+        (([[5, 6]], [[8, 9]]), ONE),
+        ((torch.tensor([5, 6]), torch.tensor([8, 9])), ONE),
+        ((np.array([5, 6]), [np.array([8, 9])]), ONE),
+        (("w5 w6", " w8 w9"), ONE),
+        ((["w5 w6"], [" w8 w9"]), ONE),
+        (("w5 w6", [8, 9]), ONE),
+        (([5, 6], "w8 w9"), ONE),
+        ((["w5 w6"], ([8, 9],)), ONE),
+        pytest.param((iter([[5, 6]]), iter(["w8 w9"])), ONE, id="iterators"),
+        (([5, 6], [[8], [9]]), TWO),
+        (([[5, 6]], [[[8], [9]]]), TWO),
+        (("w5 w6", [" w8", " w9"]), TWO),
+        # whole texts
+        ((None, ["w5 w6 w7", [8, 9]]), [([5, 6, 7], 1), ([8, 9], 1)]),
+        ((None, [[[5, 6], [5, 7]]]), [([5, 6], 1), ([5, 7], 1)]),
     ],
     ids=str,
 )
-def test_ways_to_pass_one(given: tuple[Any, Any]) -> None:
-    assert_scored(words().score(*given), ([5, 6, 8, 9], 2))
+def test_what_may_be_passed(given: tuple[Any, Any], expected: list[Scored]) -> None:
+    assert_scored(words().score(*given), *expected)
 
 
-@pytest.mark.parametrize("given", [([5, 6], [[8], [9]]), ([[5, 6]], [[[8], [9]]]), ("w5 w6", [" w8", " w9"])], ids=str)
-def test_several_for_a_context_that_is_in_no_list(given: tuple[Any, Any]) -> None:
-    assert_scored(words().score(*given), ([5, 6, 8], 2), ([5, 6, 9], 2))
+def test_which_score_is_whose() -> None:
+    result = generator().score([[5, 6], [7]], [[[8], [9, 10]], [11]])
+    assert [(score.index, score.choice) for score in result] == [(0, 0), (0, 1), (1, 0)]
+    assert [[score.choice for score in scores] for scores in result.by_context] == [[0, 1], [0]]
+    result = generator().score([[5, 6], [7]], choices=[[8], [9, 10]])
+    assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9, 10], 2), ([7, 8], 1), ([7, 9, 10], 1))
 
 
 def test_empty_lists() -> None:
@@ -114,40 +114,45 @@ def test_empty_lists() -> None:
     assert "0 scores" in repr(result) and result._repr_html_()
 
 
-# -- whole texts -----------------------------------------------------------------------------------------------
-
-
-def test_whole_texts() -> None:
-    assert_scored(words().score(None, ["w5 w6 w7", [8, 9]]), ([5, 6, 7], 1), ([8, 9], 1))
-    assert_scored(words(bos=True).score(None, "w5 w6"), ([1, 5, 6], 1))
-    assert_scored(words(bos=True).score(None, "w5"), ([1, 5], 1))
-    assert_scored(generator().score(None, [[[5, 6], [5, 7]]]), ([5, 6], 1), ([5, 7], 1))
+def test_a_text_and_its_perplexity() -> None:
     result = words().score(None, ["w5 w6 w7"])
     assert result[0].text == "w5 w6 w7"
     assert result[0].perplexity == pytest.approx(np.exp(-np.mean(plain([5, 6, 7], 1))), rel=1e-4)
 
 
-def test_a_text_of_which_nothing_can_be_scored() -> None:
-    with pytest.raises(PromptError, match=r"texts 0-1: each is a single token, and nothing stands before it"):
-        words().score(None, ["w5", [5], "w5 w6"])
-
-
 # -- where a context ends and its continuation begins ----------------------------------------------------------
 
 
-def test_a_token_that_goes_over_the_end_of_the_context_is_scored() -> None:
-    gen = generator(merging_tokenizer())
-    assert_scored(gen.score("da", "bd"), ([5, 8, 5], 1))  # d|ab|d
-    assert_scored(gen.score("d ", "c"), ([5, 7], 1))  # it takes the space of the context
-    assert_scored(gen.score("d", " c"), ([5, 7], 1))
-    assert_scored(gen.score("d ", "d"), ([5, 6, 5], 2))
-    result = gen.score("d ", ["c", "d"])
-    assert [score.text for score in result] == ["c", "d"]
+BOS, CHAT = partial(merging, bos=True), partial(words, template=True)
 
 
-def test_one_token_is_scored_where_the_tokens_are_the_contexts_own() -> None:
-    normalizer = merging_tokenizer()
-    assert_scored(generator(normalizer).score("ddd", "d"), ([9, 9], 1))  # dd|d and dd|dd
+@pytest.mark.parametrize(
+    ("make", "given", "expected"),
+    [
+        (merging, ("da", "bd"), ([5, 8, 5], 1)),  # d|ab|d: what goes over the end of the context is scored
+        (merging, ("d ", "c"), ([5, 7], 1)),  # it takes the space of the context
+        (merging, ("d", " c"), ([5, 7], 1)),
+        (merging, ("d ", "d"), ([5, 6, 5], 2)),
+        (merging, ("ddd", "d"), ([9, 9], 1)),  # dd|d and dd|dd: one, as the first is the context's own
+        (BOS, ("a", "bd"), ([0, 8, 5], 1)),  # over the whole context
+        (BOS, ("d", "d a"), ([0, 9, 6, 2], 1)),
+        (BOS, ("", "dab"), ([0, 5, 8], 1)),  # BOS alone, and nothing is said about it
+        (BOS, ([5, 6], "dab"), ([5, 6, 5, 8], 2)),  # and no BOS in the middle
+        (BOS, ("d ", [4]), ([0, 5, 6, 4], 3)),
+        (partial(merging, eos=True), ("da", "ca"), ([5, 2, 4, 2, 1], 2)),
+        (partial(words, bos=True), (None, "w5 w6"), ([1, 5, 6], 1)),
+        (partial(words, bos=True), (None, "w5"), ([1, 5], 1)),
+        (CHAT, ([[{"role": "user", "content": "w5 w6"}]], ["w7 w8"]), ([1, 5, 6, 7, 8], 3)),
+    ],
+    ids=str,
+)
+def test_which_tokens_are_scored(make: Callable[[], BatchGenerator], given: tuple[Any, Any], expected: Scored) -> None:
+    assert_scored(make().score(*given), expected)
+
+
+def test_a_chat_with_two_answers() -> None:
+    given = [{"role": "user", "content": "w5"}], ["w7", "w8"]
+    assert_scored(CHAT().score(*given), ([1, 5, 7], 2), ([1, 5, 8], 2))
 
 
 def test_a_continuation_of_which_the_tokenizer_makes_nothing() -> None:
@@ -158,36 +163,17 @@ def test_a_continuation_of_which_the_tokenizer_makes_nothing() -> None:
         words(bos=True).score(*given)
 
 
-def test_a_token_that_goes_over_the_whole_context() -> None:
-    with pytest.raises(PromptError, match=r"context 0 has a continuation that begins inside the first token"):
-        generator(merging_tokenizer()).score("a", "bd")
-    assert_scored(generator(merging_tokenizer(bos=True)).score("a", "bd"), ([0, 8, 5], 1))
-
-
-def test_special_tokens_of_the_tokenizer() -> None:
-    gen = generator(merging_tokenizer(bos=True))
-    assert_scored(gen.score("d", "d a"), ([0, 9, 6, 2], 1))
-    assert_scored(gen.score("", "dab"), ([0, 5, 8], 1))  # an empty context is BOS alone, and nothing is said about it
-    assert_scored(gen.score([5, 6], "dab"), ([5, 6, 5, 8], 2))  # and no BOS in the middle
-    assert_scored(gen.score("d ", [4]), ([0, 5, 6, 4], 3))
-    with_eos = generator(merging_tokenizer(eos=True))
-    assert_scored(with_eos.score("da", "ca"), ([5, 2, 4, 2, 1], 2))
-
-
-def test_chats() -> None:
-    gen = words(template=True)
-    assert_scored(gen.score([[{"role": "user", "content": "w5 w6"}]], ["w7 w8"]), ([1, 5, 6, 7, 8], 3))
-    assert_scored(gen.score([{"role": "user", "content": "w5"}], ["w7", "w8"]), ([1, 5, 7], 2), ([1, 5, 8], 2))
-
-
 def test_continuations_as_text() -> None:
     result = words().score(["w5", [5]], ["w6", [7]], on_error="record")
     assert result[0].error is not None and result[0].text == "w6"
     assert result[1].text == "w7"
     assert generator().score([[5]], [[7]])[0].text is None
+    assert [score.text for score in merging().score("d ", ["c", "d"])] == ["c", "d"]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
+
+LIST = "`choices` must be a list of choices"
 
 
 @pytest.mark.parametrize(
@@ -196,30 +182,18 @@ def test_continuations_as_text() -> None:
         (([[5]],), {}, r"`continuations` .* or `choices` .* must be given: neither"),
         (([[5]],), {}, r"neither was given. To score whole texts pass score\(None, texts\)"),
         (([[5]], [[6]]), {"choices": [[7]]}, "both were given"),
-        (
-            ([[5]],),
-            {"choices": "AB"},
-            r"is the string 'AB': pass a list of choices, \['AB'\] for a single one, \['A', 'B'",
-        ),
+        (([[5]],), {"choices": "AB"}, r"is the string 'AB': pass a list of choices, \['AB'\] .* one, \['A', 'B'"),
         (([[5], [6]], [[7], [8], [9]]), {}, r"has 3 for 2 contexts: .*`choices=\[\.\.\.\]` takes the same"),
         (([[5], [6]], [7, 8]), {}, "has 1 for 2 contexts"),
         (([[5]], [[7], [8]]), {}, r"has 2 for 1 context: .* several of one context are a list of their own"),
         ((None,), {"choices": [[7]]}, r"`choices` goes with contexts"),
         (([[5]],), {"choices": []}, "`choices` is empty"),
-        (
-            ([[5]],),
-            {"choices": [7, 8]},
-            r"`choices` must be a list of choices, not of numbers: \[\[5\], \[6\]\] are two",
-        ),
-        (
-            ([[5], [6]],),
-            {"choices": [["a", "b"], ["c", "d"]]},
-            "pass continuations that differ between contexts",
-        ),
+        (([[5]],), {"choices": [7, 8]}, f"{LIST}, not of numbers: " r"\[\[5\], \[6\]\] are two"),
+        (([[5], [6]],), {"choices": [["a", "b"], ["c", "d"]]}, "pass continuations that differ between contexts"),
         (([[5], [6]],), {"choices": [[[7], [8]], [[9]]]}, "pass continuations that differ between contexts"),
-        (([[5]],), {"choices": np.array([7, 8])}, "`choices` must be a list of choices"),
-        (([[5]],), {"choices": torch.tensor([7])}, "`choices` must be a list of choices"),
-        (([[5]],), {"choices": range(7, 9)}, "`choices` must be a list of choices"),
+        (([[5]],), {"choices": np.array([7, 8])}, LIST),
+        (([[5]],), {"choices": torch.tensor([7])}, LIST),
+        (([[5]],), {"choices": range(7, 9)}, LIST),
         (([[5]], [[6]]), {"on_error": "skip"}, "`on_error` must be"),
         (([[5]], [[6]]), {"progress": 1}, "`progress` must be"),
     ],
@@ -236,6 +210,19 @@ def test_what_is_no_list() -> None:
         generator().score([[5]], {6})
     with pytest.raises(PromptsTypeError, match=r"^choices is a 2-D tensor"):
         generator().score([[5]], choices=torch.zeros(2, 2, dtype=torch.long))
+    with pytest.raises(OptionValueError, match=r"`choices` is a dict: .*choices=list\(answers\.values\(\)\)"):
+        generator().score([[5]], choices={"two": [7]})
+
+
+def test_what_cannot_be_scored() -> None:
+    with pytest.raises(PromptError, match=r"texts 0-1: each is a single token, and nothing stands before it"):
+        words().score(None, ["w5", [5], "w5 w6"])
+    with pytest.raises(PromptError, match=r"context 0 has a continuation that begins inside the first token"):
+        merging().score("a", "bd")
+    with pytest.raises(PromptError, match=r"contexts 0-1: each is a string, and"):
+        generator().score(["a", "b"], ["c", "d"])
+    with pytest.raises(PromptError, match=r"contexts 0-1: each has a continuation that is a string, and"):
+        generator().score([[5], [6]], ["c", "d"])
 
 
 @pytest.mark.parametrize(
@@ -270,13 +257,6 @@ def test_bad_contexts() -> None:
     assert "an empty string, of which the tokenizer makes no tokens: to score whole texts pass `None`" in text
 
 
-def test_strings_without_a_tokenizer() -> None:
-    with pytest.raises(PromptError, match=r"contexts 0-1: each is a string, and"):
-        generator().score(["a", "b"], ["c", "d"])
-    with pytest.raises(PromptError, match=r"contexts 0-1: each has a continuation that is a string, and"):
-        generator().score([[5], [6]], ["c", "d"])
-
-
 def test_recorded_errors_keep_their_place() -> None:
     result = words().score(["w5 w6", [300], "w8 w9"], [[" w7", ""], ["w7"], "w10 w3"], on_error="record")
     assert [(score.index, score.choice, score.error is None) for score in result] == [
@@ -288,7 +268,7 @@ def test_recorded_errors_keep_their_place() -> None:
     assert_scored(ScoreResult([result[0]], None), ([5, 6, 7], 2))
     assert result[1].token_ids == [] and result[1].logprob != result[1].logprob
     assert result.best() == [None, None, 0]
-    assert result.report is not None and result.report.sequences == 2
+    assert result.report.sequences == 2
     every = words().score(["", ""], ["w5", "w6"], on_error="record")
     assert all(score.error for score in every) and every.best() == [None, None]
 
@@ -301,3 +281,55 @@ def test_longer_than_the_model_has_positions() -> None:
     assert len(gen.score([context], [[6, 7]])[0].token_ids) == 2  # the last one is not run
     with pytest.raises(PromptError, match=rf"context 0 has {limit + 1:,} tokens to run, continuation included"):
         gen.score([context], [[6, 7, 8]])
+
+
+# -- a space that was forgotten ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [("Label:", "positive"), ("Review: good\nLabel:", "Positive"), ("The capital is", "Paris"), ("Ответ:", "да")],
+)
+def test_a_lost_space_is_warned_of_once(context: str, continuation: str) -> None:
+    notices, why = Notices(), f"context 3 ends in .*without a space.* pass it with its space: ' {continuation}'"
+    with pytest.warns(UserWarning, match=why):
+        warn_of_lost_space(3, context, continuation, notices)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_lost_space(4, context, continuation, notices)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [
+        ("Label:", " positive"),
+        ("Label: ", "positive"),
+        ("Label:\n", "positive"),
+        ("答案:", "A"),
+        ("答案是", "Paris"),
+        ("The answer is", "巴黎"),
+        ("คำตอบ:", "ใช่"),
+        ("Answer: (", "A"),
+        ('She said "', "Yes"),
+        ("x =", "y"),
+        ("2 + 2", "= 4"),
+        ("The end", "."),
+        ("It costs $", "five"),
+        ("", "Paris"),
+    ],
+)
+def test_nothing_is_said_where_no_space_is_lost(context: str, continuation: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_lost_space(0, context, continuation, Notices())
+
+
+def test_of_contexts_that_are_text_alone() -> None:
+    gen = BatchGenerator(build("llama"), word_tokenizer(97, template=True))
+    silent: list[Any] = [[5, 6], [{"role": "user", "content": "w5 w6"}]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gen.score(silent, choices=["w8", "w9"])
+    with pytest.warns(UserWarning, match="without a space") as given:
+        gen.score(["w5 w", "w7"], ["w8", "w9"], on_error="record")
+    assert len(given) == 1 and given[0].filename == __file__
