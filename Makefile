@@ -64,7 +64,7 @@ test: lint
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)),$(PYTHON))
 GPU_JOBS = $(if $(filter file,$(origin JOBS)),$(shell expr `getconf _NPROCESSORS_ONLN` - 2 \| 1),$(JOBS))
 # These take the memory of the whole GPU, so they run after all others, alone.
-GPU_MEMORY := tests/test_engine_kv_memory_gpu.py tests/test_engine_out_of_memory_gpu.py
+GPU_MEMORY := tests/test_engine_memory_gpu.py
 # No pytest-timeout or pytest-xdist may be there, whose settings and marks strict options would refuse.
 # Most of the time goes into compiling kernels, of which a seventh is for line numbers that a debugger would show.
 GPU_PYTEST = OMP_NUM_THREADS=1 TRITON_DISABLE_LINE_INFO=1 $(GPU_PYTHON) -m pytest -o addopts=-rs -m gpu

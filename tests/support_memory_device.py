@@ -12,12 +12,13 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from support_attention_twins import TWINS
+from support_calls import noted
 from support_families import build
+from support_parity import assert_parity
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine import memory_rehearsal
-from hf_batchllm.engine.memory_rehearsal import LargestStep
 from hf_batchllm.model.device_memory import MemoryUse
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
@@ -105,39 +106,31 @@ def over_twins(kernels: AttentionKernels) -> Callable[..., TritonBackend]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each step of the model had, rehearsals among them."""
-    seen: list[int] = []
-    step = ModelRunner.step
-
-    def noted(self: ModelRunner, batch: Any) -> Any:
-        seen.append(len(batch.tokens.input_ids))
-        return step(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "step", noted)
-    return seen
+    return noted(monkeypatch, ModelRunner, "step", lambda self, batch: len(batch.tokens.input_ids))
 
 
 @pytest.fixture
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each step that was run beforehand."""
-    seen: list[int] = []
-    run = memory_rehearsal._rehearsed
-
-    def noted(runner: Any, storage: Any, step: LargestStep, memory: Any) -> int | None:
-        seen.append(step.tokens)
-        return run(runner, storage, step, memory)
-
-    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._rehearsed", noted)
-    return seen
+    return noted(monkeypatch, memory_rehearsal, "_rehearsed", lambda runner, storage, step, memory: step.tokens)
 
 
 def generate(generator: BatchGenerator, prompts: list[list[int]], **options: Any) -> BatchResult:
     return generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False, **options)
 
 
-def tight(device: Device, prompts: list[list[int]], part: float, model: Any = None) -> None:
-    """So much memory that all of the prompts would take ``1 / part`` of it."""
+def run(config: dict[str, Any], prompts: list[list[int]], /, model: Any = None, **options: Any) -> Any:
+    """The answers of a generator of its own, which have to be those of ``generate``."""
+    result = generate(BatchGenerator(model or build(FAMILY), page_size=PAGE, **config), prompts, **options)
+    assert_parity(FAMILY, prompts, result, NEW_TOKENS)
+    return result
+
+
+def tight(device: Device, prompts: list[list[int]], part: float, model: Any = None) -> list[list[int]]:
+    """So much memory that all of the prompts would take ``1 / part`` of it. Gives the prompts."""
     with BatchGenerator(model or build(FAMILY), page_size=PAGE) as generator:
         listed: list[Any] = [SimpleNamespace(ids=prompt) for prompt in prompts]
         pages = pages_at_once(listed, generator.plan(prompts), [NEW_TOKENS] * len(prompts), PAGE)
         device.size = int(pages * generator._kv.page_bytes * part)
     device.trims = 0
+    return prompts

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from support_attention_twins import TWINS
+from support_calls import failing
 from support_cases import up_to
 from support_families import build
 from support_interrupts import Stop
 from support_kernels import plain
-from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, over_twins, tight
+from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, over_twins, run, tight
 from support_memory_device import device as device  # a fixture
 from support_memory_device import rehearsed as rehearsed  # a fixture
 from support_memory_device import steps as steps  # a fixture
@@ -34,6 +35,9 @@ from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 
 pytestmark = plain
+REHEARSAL = "hf_batchllm.engine.memory_rehearsal"
+NO_PICKING = "hf_batchllm.engine.call_memory.picking_bytes", lambda *_, **__: 0
+ON_THE_DEVICE = "hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None
 PARTS = memory_rehearsal._PARTS
 
 
@@ -44,10 +48,9 @@ PARTS = memory_rehearsal._PARTS
 def test_the_cache_takes_what_steps_leave(
     graphs: bool, device: Device, rehearsed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = mixed_prompts(6)
-    tight(device, prompts, 0.9)
-    monkeypatch.setattr("hf_batchllm.engine.call_memory.picking_bytes", lambda *_, **__: 0)
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
+    prompts = tight(device, mixed_prompts(6), 0.9)
+    monkeypatch.setattr(*NO_PICKING)
+    monkeypatch.setattr(*ON_THE_DEVICE)
     device.step = device.size // 4
     generator = BatchGenerator(build(FAMILY), page_size=PAGE, max_batch_tokens=100, cuda_graphs=graphs)
     result = generate(generator, prompts)
@@ -59,13 +62,11 @@ def test_the_cache_takes_what_steps_leave(
 
 def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial results of attention in each graph's rows, the graph's own memory, scores on their way to a token."""
-    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PARTS", PARTS)
+    monkeypatch.setattr(f"{REHEARSAL}._PARTS", PARTS)
     generator = BatchGenerator(build(FAMILY))
     backend = TritonBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
     runner = ModelRunner(generator.model, generator.architecture, backend)
-    monkeypatch.setattr(
-        "hf_batchllm.engine.memory_rehearsal._rehearsed", lambda runner, storage, step, memory: 1000 * step.tokens
-    )
+    monkeypatch.setattr(f"{REHEARSAL}._rehearsed", lambda runner, storage, step, memory: 1000 * step.tokens)
 
     def beside(samples: int, graphs: bool = False, picking: int = 0) -> int:
         made = Rehearsals(copy.deepcopy(generator.model), generator.config).beside_the_cache(
@@ -91,12 +92,9 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
     each: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither is more taken than is left, nor as much left as all sequences at once would take."""
-    monkeypatch.setattr("hf_batchllm.engine.call_memory.picking_bytes", lambda *_, **__: 0)
-    prompts = mixed_prompts(20)
-    tight(device, prompts, 0.9)
-    monkeypatch.setattr(
-        "hf_batchllm.engine.memory_rehearsal._rehearsed", lambda runner, storage, step, memory: each * step.samples
-    )
+    monkeypatch.setattr(*NO_PICKING)
+    prompts = tight(device, mixed_prompts(20), 0.9)
+    monkeypatch.setattr(f"{REHEARSAL}._rehearsed", lambda runner, storage, step, memory: each * step.samples)
     generator = BatchGenerator(build(FAMILY), page_size=PAGE)
     asked: list[tuple[int, int]] = []
     found = KVMemory._found
@@ -121,9 +119,8 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
 def test_what_is_known_is_not_tried_again(
     device: Device, rehearsed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
-    prompts = mixed_prompts(6)
-    tight(device, prompts, 1.5)
+    monkeypatch.setattr(*ON_THE_DEVICE)
+    prompts = tight(device, mixed_prompts(6), 1.5)
     model = copy.deepcopy(build(FAMILY))
     generator = BatchGenerator(model, page_size=PAGE)
     generate(generator, prompts)
@@ -134,85 +131,47 @@ def test_what_is_known_is_not_tried_again(
     assert not rehearsed
     generate(BatchGenerator(model, page_size=PAGE, fuse=False), prompts)
     assert rehearsed, "other kernels take other memory"
-    rehearsed.clear()
-    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj).eval()
-    generate(BatchGenerator(model, page_size=PAGE), prompts)
-    assert rehearsed, "as an adapter would"
 
 
-def test_small_calls_do_not_pay(device: Device, steps: list[int]) -> None:
-    prompts = mixed_prompts(3)
-    tight(device, prompts, 2.1)
+@pytest.mark.parametrize(("part", "pages"), [(2.1, None), (0.5, 20)], ids=["small", "set by the user"])
+def test_calls_that_need_no_rehearsal(part: float, pages: int | None, device: Device, steps: list[int]) -> None:
+    prompts, config = tight(device, mixed_prompts(6 if pages else 3), part), {}
+    if pages:
+        config = {"kv_memory": pages_of_memory(build(FAMILY), pages, PAGE)}
     steps.clear()
-    result = generate(BatchGenerator(build(FAMILY), page_size=PAGE), prompts)
-    assert len(steps) == result.report.steps
-    assert device.trims == 0
+    report = generate(BatchGenerator(build(FAMILY), page_size=PAGE, **config), prompts).report
+    assert len(steps) == report.steps and device.trims == 0
+    assert report.kv_memory == config.get("kv_memory", report.kv_memory)
 
 
-def test_what_the_user_sets_counts(device: Device, steps: list[int]) -> None:
-    prompts, model = mixed_prompts(6), build(FAMILY)
-    tight(device, prompts, 0.5)
-    steps.clear()
-    memory = pages_of_memory(model, 20, PAGE)
-    result = generate(BatchGenerator(model, page_size=PAGE, kv_memory=memory), prompts)
-    assert result.report.kv_memory == memory
-    assert len(steps) == result.report.steps
-
-
-def test_a_step_that_might_take_everything_leaves_half_and_that_is_said(device: Device) -> None:
-    prompts = mixed_prompts(4)
-    tight(device, prompts, 0.9)
-    device.step = 2 * device.size
-    generator = BatchGenerator(build(FAMILY), page_size=PAGE)
-    with pytest.warns(
-        UserWarning, match="steps of this call may take most of the memory .* smaller `max_batch_tokens`"
-    ):
-        result = generate(generator, prompts)
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_step_that_might_take_everything_leaves_half_and_that_is_said(
+    fits: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tight(device, mixed_prompts(4), 0.9)
+    device.step = 2 * device.size if fits else 0
+    why = "steps of this call may take most of the memory .* smaller `max_batch_tokens`"
+    if not fits:
+        failing(monkeypatch, ModelRunner, "step", {1}, torch.OutOfMemoryError("injected"))
+        why = "largest step .* set a smaller `max_batch_tokens`"
+    with pytest.warns(UserWarning, match=why):
+        result = run({}, prompts)
     assert 0.4 * device.size < result.report.kv_memory <= 0.45 * device.size
-    assert_parity(FAMILY, prompts, result, NEW_TOKENS)
 
 
 def test_a_prompt_that_does_not_fit_anyway_changes_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve, failed = KVStorage.reserve, []
-
-    def fails_once(self: KVStorage, *given: Any) -> None:
-        if not failed:
-            failed.append(1)
-            raise torch.OutOfMemoryError("injected")
-        reserve(self, *given)
-
-    monkeypatch.setattr(KVStorage, "reserve", fails_once)
-    prompts = mixed_prompts(6)
-    tight(device, prompts, 0.8)
+    failed = failing(monkeypatch, KVStorage, "reserve", {1}, torch.OutOfMemoryError("injected"))
+    prompts = tight(device, mixed_prompts(6), 0.8)
     device.step = int(0.3 * device.size)
     sizes = []
     for more in ([], [[5] * 20_000]):
-        failed.clear()  # the smaller cache that is then taken has room for the others
+        failed[0] = 0  # the smaller cache that is then taken has room for the others
         generator = BatchGenerator(build(FAMILY), page_size=PAGE, max_batch_tokens=300)
         with pytest.warns(UserWarning, match="instead of"):
             result = generate(generator, [*prompts, *more], on_error="record")
         sizes.append(result.report.kv_memory)
         assert [bool(generation.error) for generation in result] == [False] * len(prompts) + [True] * len(more)
     assert sizes[1] <= 1.1 * sizes[0]
-
-
-def test_a_step_that_does_not_fit_at_all_is_said(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = mixed_prompts(4)
-    tight(device, prompts, 0.9)
-    step, calls = ModelRunner.step, []
-
-    def first_fails(self: ModelRunner, batch: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("injected")
-        return step(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "step", first_fails)
-    generator = BatchGenerator(build(FAMILY), page_size=PAGE)
-    with pytest.warns(UserWarning, match="largest step .* set a smaller `max_batch_tokens`"):
-        result = generate(generator, prompts)
-    assert result.report.kv_memory <= 0.45 * device.size
-    assert_parity(FAMILY, prompts, result, NEW_TOKENS)
 
 
 def test_the_largest_step() -> None:
@@ -260,6 +219,12 @@ def test_a_rehearsal_changes_nothing(device: Device, steps: list[int], watched: 
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
+def assert_all_but_a_tenth(device: Device, result: Any) -> None:
+    """As where nothing is known of what steps take."""
+    page = pages_of_memory(build(FAMILY), 1, PAGE)
+    assert result.report.kv_memory == int(0.9 * device.size) // page * page
+
+
 @pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward", "training"])
@@ -268,23 +233,21 @@ def test_models_that_would_notice_are_not_rehearsed(kind: str, device: Device, s
     tight(device, prompts, 0.8, model)
     calls: list[int] = []
     mlp = model.model.layers[1].mlp
-    if kind == "hook":
-        mlp.register_forward_hook(lambda *_: calls.append(1))
-    elif kind == "pre-hook":
-        mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    elif kind == "forward":
-        forward = mlp.forward
-        mlp.forward = lambda *given: calls.append(1) or forward(*given)
-    else:
-        model.train()
+    forward = mlp.forward
+    notes: dict[str, Any] = {
+        "hook": lambda: mlp.register_forward_hook(lambda *_: calls.append(1)),
+        "pre-hook": lambda: mlp.register_forward_pre_hook(lambda *_: calls.append(1)),
+        "forward": lambda: setattr(mlp, "forward", lambda *given: calls.append(1) or forward(*given)),
+        "training": model.train,
+    }
+    notes[kind]()
     generator = BatchGenerator(model, page_size=PAGE)
     steps.clear()
     calls.clear()  # of a forward of one's own, which is tried on a few tokens
     result = generate(generator, prompts)
     assert len(steps) == result.report.steps
     assert kind == "training" or len(calls) == len(steps)
-    page = pages_of_memory(model, 1, PAGE)
-    assert result.report.kv_memory == int(0.9 * device.size) // page * page
+    assert_all_but_a_tenth(device, result)
 
 
 @pytest.mark.filterwarnings("ignore:attention of LlamaAttention runs in plain PyTorch")
@@ -292,22 +255,20 @@ def test_layers_in_plain_torch_are_not_reckoned_with(
     device: Device, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "too odd"}))
-    prompts, model = mixed_prompts(6), build(FAMILY)
-    tight(device, prompts, 0.8)
+    prompts, model = tight(device, mixed_prompts(6), 0.8), build(FAMILY)
     monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_twins(odd))
-    generator, page = BatchGenerator(model, page_size=PAGE), pages_of_memory(model, 1, PAGE)
+    generator = BatchGenerator(model, page_size=PAGE)
     rehearsed = []
     for _ in range(2):
         steps.clear()
         result = generate(generator, prompts)
         rehearsed.append(len(steps) - result.report.steps)
-        assert result.report.kv_memory == int(0.9 * device.size) // page * page
+        assert_all_but_a_tenth(device, result)
     assert rehearsed == [1, 0], "what came of it is known"
 
 
 def test_an_error_in_a_rehearsal_is_left_to_the_real_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, model = mixed_prompts(6), copy.deepcopy(build(FAMILY))
-    tight(device, prompts, 0.8)
+    prompts, model = tight(device, mixed_prompts(6), 0.8), copy.deepcopy(build(FAMILY))
     forward = nn.Embedding.forward
 
     def particular(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
@@ -317,8 +278,7 @@ def test_an_error_in_a_rehearsal_is_left_to_the_real_step(device: Device, monkey
 
     monkeypatch.setattr(nn.Embedding, "forward", particular)
     result = generate(BatchGenerator(model, page_size=PAGE), prompts)
-    page = pages_of_memory(model, 1, PAGE)
-    assert result.report.kv_memory == int(0.9 * device.size) // page * page
+    assert_all_but_a_tenth(device, result)
     monkeypatch.undo()
     assert_parity(FAMILY, prompts, result, NEW_TOKENS)
 
@@ -326,8 +286,7 @@ def test_an_error_in_a_rehearsal_is_left_to_the_real_step(device: Device, monkey
 def test_an_interrupt_in_a_rehearsal_leaves_nothing(
     device: Device, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, model = mixed_prompts(6), build(FAMILY)
-    tight(device, prompts, 0.8)
+    prompts, model = tight(device, mixed_prompts(6), 0.8), build(FAMILY)
     generator = BatchGenerator(model, page_size=PAGE, max_batch_tokens=300)
     steps.clear()
     embedding = nn.functional.embedding
@@ -349,8 +308,7 @@ def test_an_interrupt_in_a_rehearsal_leaves_nothing(
 
 
 def test_an_interrupt_anywhere_about_memory(device: Device) -> None:
-    prompts, model = mixed_prompts(3), build(FAMILY)
-    tight(device, prompts, 0.8)
+    prompts, model = tight(device, mixed_prompts(3), 0.8), build(FAMILY)
     before = fingerprint(model)
     files = ("kv_memory.py", "memory_rehearsal.py", "kv_storage.py", "device_memory.py")
 
@@ -373,4 +331,4 @@ def test_an_interrupt_anywhere_about_memory(device: Device) -> None:
         gc.collect()
         assert not device.tensors, stop.place
         assert fingerprint(model) == before, stop.place
-    assert_parity(FAMILY, prompts, generate(BatchGenerator(model, page_size=PAGE), prompts), NEW_TOKENS)
+    run({}, prompts)

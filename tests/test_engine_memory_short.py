@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support_calls import failing
 from support_families import build
 from support_kernels import plain
-from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, tight
+from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, run, tight
 from support_memory_device import device as device  # a fixture
 from support_memory_device import rehearsed as rehearsed  # a fixture
 from support_memory_device import steps as steps  # a fixture
@@ -21,6 +22,7 @@ from torch import nn
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.errors import BatchLLMError, CacheMemoryError
+from hf_batchllm.model import kv_storage
 from hf_batchllm.model.device_memory import device_memory
 from hf_batchllm.model.kv_storage import AttentionShape, KVStorage
 from hf_batchllm.notices import Notices
@@ -53,7 +55,7 @@ def test_a_smaller_cache_is_taken_and_that_is_said_once(failures: int, device: D
 
 def test_scores_that_are_kept_have_room(device: Device) -> None:
     """What is handed out is no part of what the KV cache may have."""
-    ids, given = torch.arange(1, 81).reshape(8, 10), {"max_new_tokens": NEW_TOKENS, "progress": False}
+    ids, given = torch.arange(1, 81).reshape(8, 10), {"max_new_tokens": NEW_TOKENS}
     generator = BatchGenerator(build(FAMILY), page_size=PAGE)
     kept = 8 * NEW_TOKENS * 101 * 4
     pages = -(-(10 + NEW_TOKENS - 1) // PAGE)
@@ -77,8 +79,7 @@ def test_memory_that_somebody_else_takes_meanwhile(
 ) -> None:
     """Between the moment in which it was counted and that in which it is taken."""
     monkeypatch.setattr("hf_batchllm.engine.call_memory.picking_bytes", lambda *_, **__: 0)
-    prompts = mixed_prompts(6)
-    tight(device, prompts, 1.5 if rehearsed else 3)
+    prompts = tight(device, mixed_prompts(6), 1.5 if rehearsed else 3)
     rest = device.size // 3 if rehearsed else device.size // 10
     device.step = rest // 4
     steps.clear()
@@ -90,11 +91,10 @@ def test_memory_that_somebody_else_takes_meanwhile(
 
     monkeypatch.setattr(KVStorage, "reserve", others_come)
     with pytest.warns(UserWarning, match="KV cache has"):
-        result = generate(BatchGenerator(build(FAMILY), page_size=PAGE), prompts)
+        result = run({}, prompts)
     left = rest - 1.1 * device.step if rehearsed else 0.9 * rest
     assert 0.9 * left < result.report.kv_memory <= left, "steps find as much as before"
     assert len(steps) == result.report.steps + rehearsed
-    assert_parity(FAMILY, prompts, result, NEW_TOKENS)
 
 
 @pytest.mark.filterwarnings("ignore:the largest step that this call may come to")
@@ -113,12 +113,9 @@ def test_no_memory_for_a_single_sequence_is_an_error_that_says_so(device: Device
 
 
 def test_more_than_there_is_may_be_asked_for(device: Device) -> None:
-    prompts = mixed_prompts(6)
-    tight(device, prompts, 0.5)
+    prompts = tight(device, mixed_prompts(6), 0.5)
     with pytest.warns(UserWarning, match="KV cache has"):
-        result = generate(BatchGenerator(build(FAMILY), page_size=PAGE, kv_memory="1TiB"), prompts)
-    assert result.report.kv_memory <= device.size
-    assert_parity(FAMILY, prompts, result, NEW_TOKENS)
+        assert run({"kv_memory": "1TiB"}, prompts).report.kv_memory <= device.size
 
 
 def test_other_errors_are_not_taken_for_it(device: Device) -> None:
@@ -133,17 +130,7 @@ def test_other_errors_are_not_taken_for_it(device: Device) -> None:
 def test_layers_that_take_their_memory_later_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU nothing is taken beforehand."""
     for error in (torch.OutOfMemoryError("injected"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        new, made = torch.empty, []
-
-        def third_fails(
-            shape: Any, dtype: Any, device: Any, new: Any = new, made: list[int] = made, error: Exception = error
-        ) -> torch.Tensor:
-            made.append(1)
-            if len(made) == 3:
-                raise error
-            return new(shape, dtype=dtype, device=device)
-
-        monkeypatch.setattr("hf_batchllm.model.kv_storage._new", third_fails)
+        failing(monkeypatch, kv_storage, "_new", {3}, error)
         generator = BatchGenerator(build(FAMILY), page_size=PAGE)
         with pytest.raises(CacheMemoryError, match="after 1 layers: set a smaller `kv_memory`"):
             generate(generator, mixed_prompts(2))
@@ -187,14 +174,9 @@ def test_kept_prefixes_stay_while_the_cache_grows(device: Device, watched: list[
 
 
 def test_a_call_that_has_ended_well_keeps_its_results(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise torch.OutOfMemoryError("injected")
-
-    monkeypatch.setattr(KVStorage, "keep_only", fails)
-    generator = BatchGenerator(build(FAMILY), page_size=PAGE, keep_prefixes=4, min_shared_tokens=1)
+    failing(monkeypatch, KVStorage, "keep_only", range(99), torch.OutOfMemoryError("injected"))
     with pytest.warns(UserWarning, match="no prefixes are kept for the next call.*smaller `kv_memory`"):
-        result = generate(generator, questions(6, 1))
-    assert_parity(FAMILY, questions(6, 1), result, NEW_TOKENS)
+        run({"keep_prefixes": 4, "min_shared_tokens": 1}, questions(6, 1))
     assert not device.tensors
 
 
@@ -202,11 +184,8 @@ def test_kept_prefixes_go_where_there_is_no_memory_to_grow(device: Device, monke
     generator = BatchGenerator(build(FAMILY), page_size=PAGE, keep_prefixes=2)
     generate(generator, questions(2, 0))
 
-    def no_memory(self: KVStorage, num_pages: int, num_slots: int) -> None:
-        raise torch.OutOfMemoryError("injected")
-
     with monkeypatch.context() as patch:
-        patch.setattr(KVStorage, "grow", no_memory)
+        failing(patch, KVStorage, "grow", range(99), torch.OutOfMemoryError("injected"))
         with pytest.warns(UserWarning, match="kept from earlier calls are computed again"):
             result = generate(generator, questions(5, 1))
     assert result.report.cached_tokens == 0
@@ -255,17 +234,14 @@ def test_allocators_that_keep_no_books(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the report, and the end -----------------------------------------------------------------------------------
 
 
-def test_the_report_says_what_the_device_held(device: Device) -> None:
+def test_the_report_says_what_the_device_held(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     report = generate(BatchGenerator(build(FAMILY), page_size=PAGE), mixed_prompts(3)).report
     assert report.device_memory == report.kv_memory
     assert "\nmemory     " in str(report) and " at most on the device" in str(report)
     assert max(map(len, str(report).splitlines())) <= 80
-
-
-def test_on_a_cpu_it_says_nothing_of_a_device() -> None:
+    monkeypatch.undo()  # a CPU's
     report = generate(BatchGenerator(build(FAMILY)), mixed_prompts(1)).report
-    assert report.device_memory == 0
-    assert "memory  " not in str(report)
+    assert report.device_memory == 0 and "memory  " not in str(report)
 
 
 def test_however_a_call_ends_all_of_it_goes_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +256,7 @@ def test_however_a_call_ends_all_of_it_goes_back(device: Device, monkeypatch: py
     assert not device.tensors
     for error in (ValueError, KeyboardInterrupt):
         with monkeypatch.context() as patch:
-            patch.setattr(nn.Embedding, "forward", lambda *_, error=error: (_ for _ in ()).throw(error()))
+            failing(patch, nn.Embedding, "forward", range(99), error)
             with pytest.raises((ValueError, GenerationInterrupted)):
                 generate(generator, prompts)
         assert not device.tensors

@@ -14,8 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_calls import answers, failing
 from support_cases import up_to
-from support_device_loop import run_over_twins
+from support_device_loop import DEVICES, model_on, run_over_twins
 from support_families import build
 
 from hf_batchllm import BatchGenerator
@@ -44,7 +45,7 @@ class Fails:
 
 
 @contextmanager
-def failing(hook: Fails, layer: int = 0) -> Iterator[Fails]:
+def failing_in(hook: Fails, layer: int = 0) -> Iterator[Fails]:
     """In the midst of a layer: it has written its K and V, and the layers behind it have not."""
     handle = build(FAMILY).model.layers[layer].self_attn.o_proj.register_forward_pre_hook(hook)
     try:
@@ -87,7 +88,7 @@ def near(got: Any, expected: Any) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("most", [7, 2])
 def test_steps_that_are_too_large_run_in_parts(way: str, most: int) -> None:
-    with failing(Fails(most), layer=1) as hook:
+    with failing_in(Fails(most), layer=1) as hook:
         got = WAYS[way](BatchGenerator(build(FAMILY), page_size=4))
     assert hook.failures and near(got, undisturbed(way))
 
@@ -114,14 +115,14 @@ FAILURES = st.frozensets(st.integers(0, 8).map(lambda number: 2 * number + 1), m
 )
 def test_failures_at_any_step_change_nothing(way: str, at: frozenset[int], layer: int, fields: dict[str, Any]) -> None:
     generator, expected = BatchGenerator(build(FAMILY), **fields), undisturbed(way)
-    with failing(Fails(at=at), layer):
+    with failing_in(Fails(at=at), layer):
         assert near(WAYS[way](generator), expected)
     assert near(WAYS[way](generator), expected)
 
 
 def test_it_is_said_once_with_what_to_lower() -> None:
     generator = BatchGenerator(build(FAMILY))
-    with failing(Fails(7)):
+    with failing_in(Fails(7)):
         with pytest.warns(
             UserWarning, match="ran out of memory on cpu.*smaller `kv_memory`.*`max_batch_tokens`"
         ) as said:
@@ -137,7 +138,7 @@ def test_it_is_said_once_with_what_to_lower() -> None:
 @pytest.mark.parametrize("way", ["greedy", "beams", "scores"])
 def test_where_not_even_one_token_fits_the_error_says_what_was_tried(way: str) -> None:
     generator = BatchGenerator(build(FAMILY))
-    with failing(Fails(0)), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+    with failing_in(Fails(0)), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
         WAYS[way](generator)
     assert any("fewer and fewer tokens were tried (" in note and ", 1)" in note for note in caught.value.__notes__)
     assert near(WAYS[way](generator), undisturbed(way))
@@ -153,7 +154,7 @@ class Counting(FifoScheduler):
 @pytest.mark.filterwarnings(NOTICE)
 def test_steps_of_any_scheduler_are_cut() -> None:
     expected = undisturbed("greedy")  # before anything fails: it is made once
-    with failing(Fails(5)) as hook:
+    with failing_in(Fails(5)) as hook:
         generator = BatchGenerator(build(FAMILY), scheduler=Counting())
         assert WAYS["greedy"](generator) == expected
     assert hook.failures < 6, "later steps are small enough from the start"
@@ -162,26 +163,30 @@ def test_steps_of_any_scheduler_are_cut() -> None:
 class Stateful:
     """Counts its calls: it must not be called twice for a step."""
 
-    def __init__(self, fail: bool) -> None:
-        self.fail, self.calls = fail, 0
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at, self.calls = fails_at, 0
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        if self.fail and self.calls == 9:
+        if self.calls == self.fails_at:
             raise torch.OutOfMemoryError(OUT)
         return scores
 
 
 @pytest.mark.filterwarnings(NOTICE, "ignore:.*seems to keep state")
-def test_processors_that_may_keep_state_are_not_called_twice() -> None:
-    generator, processor = BatchGenerator(build(FAMILY)), Stateful(fail=True)
+@pytest.mark.parametrize("loop", ["one by one", *DEVICES])
+def test_processors_that_may_keep_state_are_not_called_twice(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if loop == "cpu":
+        run_over_twins(monkeypatch)
+    model, processor = model_on("cuda" if loop == "cuda" else "cpu", FAMILY), Stateful(9)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        generator.generate(PROMPTS, max_new_tokens=5, logits_processor=[processor])
+        answers(model, PROMPTS, max_new_tokens=5, logits_processor=[processor])
     assert any("may keep state" in note for note in caught.value.__notes__) and processor.calls == 9
-    processor = Stateful(fail=False)
-    with failing(Fails(7)) as hook:
-        got = generator.generate(PROMPTS, max_new_tokens=5, logits_processor=[processor])
-    assert got.token_ids == undisturbed("greedy") and hook.failures and processor.calls == 30
+    if loop == "one by one":
+        processor = Stateful(0)
+        with failing_in(Fails(7)) as hook:
+            got = answers(model, PROMPTS, max_new_tokens=5, logits_processor=[processor])
+        assert got.token_ids == undisturbed("greedy") and hook.failures and processor.calls == 30
 
 
 # -- steps launched ahead --------------------------------------------------------------------------------------
@@ -204,32 +209,19 @@ RUNS_AHEAD = {
 }
 
 
-def fail_behind(where: str, at: set[int], set_attribute: Callable[..., None]) -> list[int]:
-    """Out of memory at the end of what ``where`` names: what it does has been done."""
-    function, calls = pkgutil.resolve_name(f"hf_batchllm.{where}"), [0]
-
-    def fails(*args: Any, **more: Any) -> Any:
-        result = function(*args, **more)
-        calls[0] += 1
-        if calls[0] in at:
-            raise torch.OutOfMemoryError(OUT)
-        return result
-
-    set_attribute(f"hf_batchllm.{where}", fails)
-    return calls
-
-
 @pytest.mark.some_cases
 @pytest.mark.filterwarnings(NOTICE)
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_launched_ahead_are_taken_back(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_over_twins(monkeypatch)
     fields: dict[str, Any] = {"steps_per_sync": 4, "page_size": 4, "max_batch_tokens": 12}
-    expected = BatchGenerator(build(FAMILY), **fields).generate(PROMPTS, **RUNS_AHEAD).token_ids
+    expected = answers(FAMILY, PROMPTS, fields, **RUNS_AHEAD).token_ids
     assert len({len(row) for row in expected}) > 1
-    calls = fail_behind(place, {2, 5}, monkeypatch.setattr)
-    got = BatchGenerator(build(FAMILY), **fields).generate(PROMPTS, **RUNS_AHEAD)
-    assert calls[0] > 2 and got.token_ids == expected
+    where, _, name = place.rpartition(".")
+    calls = failing(  # what it does has been done
+        monkeypatch, pkgutil.resolve_name(f"hf_batchllm.{where}"), name, {2, 5}, torch.OutOfMemoryError(OUT), after=True
+    )
+    assert answers(FAMILY, PROMPTS, fields, **RUNS_AHEAD).token_ids == expected and calls[0] > 2
 
 
 # -- parts -----------------------------------------------------------------------------------------------------
