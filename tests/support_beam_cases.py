@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_calls import noted
 from support_device_loop import run_over_twins
 from support_families import build
 
@@ -184,6 +185,19 @@ def proved() -> Iterator[list[int]]:
         patch.setattr(KVStorage, "of", poisoned)
         patch.setattr(StateStorage, "of", poisoned_states)
         yield held
+
+
+def clock_of(patch: pytest.MonkeyPatch, each_step: float = 0.0) -> list[float]:
+    """The clock of time limits, in a list of one: it stands still but for so many seconds of each step."""
+    now = [0.0]
+    for place in ("sampling.stopping", "engine.call"):
+        patch.setattr(f"hf_batchllm.{place}.time.time", lambda: now[0])
+
+    def note(*_: Any) -> None:
+        now[0] += each_step
+
+    noted(patch, BeamEngine, "_step", note)
+    return now
 
 
 def take_turns(patch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support_beam_cases import FAMILY, OPTIONS, PROMPTS, Case, assert_as_generate, check, expected
+from support_calls import answers
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_families import build
@@ -63,7 +64,7 @@ def test_processors_see_all_beams_of_a_prompt_as_in_generate() -> None:
         made.append(index)
         return [Remembers()]
 
-    result = BatchGenerator(build(FAMILY)).generate(PROMPTS, logits_processor=factory, **OPTIONS)
+    result = answers(FAMILY, PROMPTS, logits_processor=factory, **OPTIONS)
     assert sorted(made) == list(range(len(PROMPTS)))
     for index, prompt in enumerate(PROMPTS):
         out = expected(build(FAMILY), prompt, logits_processor=[Remembers()], **OPTIONS)
@@ -106,14 +107,14 @@ class SlowFifth(Fifth):
 
 def test_criteria_on_a_gpu_are_waited_for(device: str) -> None:
     model, options = model_on(device, FAMILY), OPTIONS | {"stopping_criteria": [SlowFifth()]}
-    found = BatchGenerator(model).generate(PROMPTS, **options)
-    alone = BatchGenerator(build(FAMILY)).generate(PROMPTS, **OPTIONS, stopping_criteria=[Fifth()])
+    found = answers(model, PROMPTS, **options)
+    alone = answers(FAMILY, PROMPTS, **OPTIONS, stopping_criteria=[Fifth()])
     assert found.token_ids == alone.token_ids
 
 
 def test_strings_end_beams() -> None:
     tokenizer, model = letter_tokenizer(), build(FAMILY)
-    first = BatchGenerator(model).generate(PROMPTS, **OPTIONS)
+    first = answers(model, PROMPTS, **OPTIONS)
     strings = [tokenizer.decode(each.token_ids[2:4]) for each in first]
     options = OPTIONS | {"stop_strings": strings}
     result = BatchGenerator(model, tokenizer).generate(PROMPTS, **options)
@@ -122,31 +123,25 @@ def test_strings_end_beams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "name"),
     [
-        ({"logprobs": 1}, "`logprobs` does not go with `num_beams`"),
-        ({"prompt_logprobs": 1}, "`prompt_logprobs` does not go with `num_beams`"),
-        (
-            {"streamer": TextStreamer(None)},
-            "`streamer` does not go with",
-        ),
-        (
-            {"guidance_scale": 1.5, "negative_prompt_ids": torch.ones(6, 2, dtype=torch.long)},
-            "`negative_prompt_ids` does not go with `num_beams`",
-        ),
+        ({"logprobs": 1}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"streamer": TextStreamer(None)}, "streamer"),
+        ({"guidance_scale": 1.5, "negative_prompt_ids": torch.ones(6, 2, dtype=torch.long)}, "negative_prompt_ids"),
     ],
 )
-def test_what_does_not_go_with_beams_is_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=says):
-        BatchGenerator(build(FAMILY)).generate(PROMPTS, **OPTIONS, **options)
+def test_what_does_not_go_with_beams_is_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=f"`{name}` does not go with `num_beams`"):
+        answers(FAMILY, PROMPTS, **OPTIONS, **options)
 
 
 def test_beams_beside_none_are_refused() -> None:
     configs = [GenerationConfig(num_beams=2), GenerationConfig()]
     with pytest.raises(UnsupportedOptionError, match="`num_beams` is 1 for some prompts and more for others"):
-        BatchGenerator(build(FAMILY)).generate(PROMPTS[:2], configs, max_new_tokens=2)
+        answers(FAMILY, PROMPTS[:2], generation_config=configs, max_new_tokens=2)
 
 
 def test_a_scheduler_of_ones_own_has_no_say() -> None:
     with pytest.warns(UserWarning, match="`scheduler` has no effect on a beam search"):
-        BatchGenerator(build(FAMILY), scheduler="fifo").generate(PROMPTS[:1], num_beams=2, max_new_tokens=2)
+        answers(FAMILY, PROMPTS[:1], {"scheduler": "fifo"}, num_beams=2, max_new_tokens=2)

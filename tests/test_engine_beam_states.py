@@ -16,7 +16,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support_beam_cases import CARRYING, OPTIONS, PREFIX, PROMPTS, STOPS, Case, assert_as_generate, check, proved, run
+from support_beam_cases import (
+    CARRYING,
+    FAMILY,
+    OPTIONS,
+    PREFIX,
+    PROMPTS,
+    STOPS,
+    Case,
+    assert_as_generate,
+    check,
+    proved,
+    run,
+)
 from support_families import build
 from support_scheduler_runs import BUDGETS, PAGE_SIZES
 
@@ -55,19 +67,19 @@ def test_with_little_memory_prompts_wait_and_begin_anew(family: str, slots: int,
     pages = -(-max(map(len, PROMPTS)) // size) + OPTIONS["num_beams"] * -(-15 // size)
     result, near = run(Case(family, PROMPTS, options, {"page_size": size}, pages, slots))
     assert near <= 1
-    assert result.report is not None and result.report.finished == len(result)
+    assert result.report.finished == len(result)
 
 
+@pytest.mark.parametrize("family", [FAMILY, *CARRYING])
 @pytest.mark.some_cases
-@pytest.mark.parametrize("family", CARRYING)
 def test_prefixes_are_kept_and_found(family: str) -> None:
     model = build(family)
     with proved(), BatchGenerator(model, page_size=4, keep_prefixes=4) as generator:
-        for _ in range(2):
-            result = generator.generate(PROMPTS, **OPTIONS)
-            assert assert_as_generate(Case(family, PROMPTS, OPTIONS), model, result) <= 1
-        assert result.report is not None and result.report.cached_tokens == len(PREFIX) - 1
-        assert generator._kv.cache is not None
+        first, result = (generator.generate(PROMPTS, **OPTIONS) for _ in range(2))
+        for each in (first, result):
+            assert assert_as_generate(Case(family, PROMPTS, OPTIONS), model, each) <= 1
+        assert family != FAMILY or result.token_ids == first.token_ids
+        assert result.report.cached_tokens == len(PREFIX) - 1
         generator._kv.cache.check_integrity([])
 
 

@@ -1,13 +1,31 @@
-"""Beam searches that take turns: one half of the groups is on its way to the device while the other half is chosen."""
+"""Beam searches that take turns: one half of the groups is on its way to the device while the other half is chosen.
+
+And their steps are replays of graphs.
+"""
 
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 import torch
-from support_beam_cases import CARRYING, OPTIONS, PROMPTS, Case, random_case, run, take_turns
+from support_beam_cases import (
+    CARRYING,
+    FAMILY,
+    OPTIONS,
+    PROMPTS,
+    STOPS,
+    Case,
+    clock_of,
+    expected,
+    random_case,
+    run,
+    take_turns,
+    without_filling,
+)
+from support_calls import answers, flipping_head, noted
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_families import build
@@ -16,8 +34,6 @@ from transformers import GenerationConfig
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine.beams.loop import BeamEngine
 from hf_batchllm.engine.beams.scheduler import BeamScheduler
-
-FAMILY = "llama"
 
 
 class Watched:
@@ -99,15 +115,9 @@ def test_where_pages_run_short_nobody_gives_up_pages_that_are_in_use(
     """Turns are taken while there are pages for all; then groups run together, and the youngest is preempted."""
     monkeypatch.setattr(BeamScheduler, "_expected_pages", lambda self, group: 1)  # so more are let in than have room
     case = Case(FAMILY, PROMPTS, {"num_beams": 3, "max_new_tokens": 24}, {"page_size": 4}, pages=8 + 3 * 6)
-    preempt = BeamScheduler._preempt
-
-    def checked(self: BeamScheduler, group: Any) -> None:
-        assert not watched._flying
-        preempt(self, group)
-
-    monkeypatch.setattr(BeamScheduler, "_preempt", checked)
+    flying = noted(monkeypatch, BeamScheduler, "_preempt", lambda *_: len(watched._flying))
     result, _ = run(case)
-    assert result.report is not None and result.report.preemptions > 0
+    assert result.report.preemptions > 0 and not any(flying)
     assert watched.beside > 0
 
 
@@ -121,32 +131,19 @@ def test_memory_runs_out_beside_another_step(watched: Watched) -> None:
             failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
 
-    handle = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(fails)
-    try:
-        with pytest.warns(UserWarning, match="ran out of memory"):
-            run(Case(FAMILY, PROMPTS, OPTIONS), model)
-    finally:
-        handle.remove()
+    hooked = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(fails)
+    with hooked, pytest.warns(UserWarning, match="ran out of memory"):
+        run(Case(FAMILY, PROMPTS, OPTIONS), model)
     assert failures == 3
 
 
 def test_time_is_over_once_all_has_been_seen(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("hf_batchllm.sampling.stopping.time.time", lambda: now[0])
-    monkeypatch.setattr("hf_batchllm.engine.call.time.time", lambda: now[0])
-    step = BeamEngine._step
-
-    def slow(self: BeamEngine, given: Any) -> Any:
-        now[0] += 1.0
-        return step(self, given)
-
-    monkeypatch.setattr(BeamEngine, "_step", slow)
-    result = BatchGenerator(build(FAMILY)).generate(PROMPTS, max_time=20.5, **OPTIONS | {"max_new_tokens": 50})
+    clock_of(monkeypatch, each_step=1.0)
+    result = answers(FAMILY, PROMPTS, max_time=20.5, **OPTIONS | {"max_new_tokens": 50})
     assert {each.finish_reason for each in result} == {"time"}
     lengths = {len(each.token_ids) for each in result}
     assert len(lengths) <= 2 and max(lengths) > 8 and watched.beside > 10
-    report = result.report
-    assert report is not None and (report.preemptions, report.recomputed_tokens) == (0, 0)
+    assert (result.report.preemptions, result.report.recomputed_tokens) == (0, 0)
 
 
 def test_after_an_interrupt_nothing_is_left(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +162,56 @@ def test_after_an_interrupt_nothing_is_left(watched: Watched, monkeypatch: pytes
             generator.generate(PROMPTS, lengths)
     assert {each.index for each in caught.value.result} == {0, 1}
     report = generator.last_report
-    assert report is not None and report.recomputed_tokens == 0 and report.timeline.steps.sum() == report.steps
+    assert report.recomputed_tokens == 0 and report.timeline.steps.sum() == report.steps
     assert generator._kv.cache is None
     watched._flying.clear()
     assert generator.generate(PROMPTS[:1], **OPTIONS).token_ids
+
+
+# -- graphs ----------------------------------------------------------------------------------------------------
+
+SEARCH: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 16, "num_return_sequences": 2}
+
+
+def replayed(result: Any) -> int:
+    found = re.match(r"(\d+) steps? replayed", result.report.graphs)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": STOPS, "early_stopping": True, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1"])
+def test_steps_of_beams_are_replays(family: str, options: dict[str, Any], device: str) -> None:
+    case = Case(family, PROMPTS, SEARCH | options | {"pad_token_id": 0}, {"page_size": 16})
+    result, near = run(case, model_on(device, family))
+    assert near <= 2
+    assert replayed(result) > 5
+
+
+def test_with_little_memory(device: str) -> None:
+    pages = 4 + 3 * 2
+    case = Case("llama", PROMPTS, SEARCH | {"max_new_tokens": 24}, {"page_size": 16}, pages=pages)
+    result, near = run(case, model_on(device, "llama"))
+    assert near <= 2
+    assert replayed(result) > 5
+
+
+@pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
+def test_code_that_changes_the_model_is_heard(option: str, device: str) -> None:
+    model, prompt = model_on(device, "llama"), PROMPTS[0]
+    given = SEARCH | {"num_return_sequences": 1, "eos_token_id": None}
+    with flipping_head(model, option, len(prompt) + 11) as code:
+        out = expected(model, prompt, **given, **code)
+    with flipping_head(model, option, len(prompt) + 11) as code:
+        result = answers(model, [prompt], {"fuse": False}, **given, **code)
+    assert result.token_ids[0] == without_filling(
+        out.sequences[0, len(prompt) :].tolist(), out.beam_indices[0].tolist()
+    )
+    assert 5 < replayed(result) < 11  # too few steps were left for another capture
+
+
+def test_without_graphs_where_they_are_not_wanted(device: str) -> None:
+    case = Case("llama", PROMPTS, SEARCH, {"page_size": 16, "cuda_graphs": False})
+    result, near = run(case, model_on(device, "llama"))
+    assert near <= 2
+    assert not replayed(result)

@@ -6,6 +6,7 @@ import itertools
 import random
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,18 @@ from support_beam_cases import (
     Case,
     assert_as_generate,
     check,
+    clock_of,
     proved,
     random_case,
     run,
 )
+from support_calls import answers, failing
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_distributions import SIDES, assert_drawn_from, critical_value
 from support_families import build
 from support_parity import counted_tokens, pages_of_memory
-from transformers import (
-    GenerationConfig,
-)
+from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, PromptError, accelerated
 from hf_batchllm.engine.beams.candidates import draw_candidates
@@ -70,7 +71,6 @@ def test_prompts_are_computed_once_and_beams_share_their_past() -> None:
     own = len(PREFIX) + sum(len(prompt) - len(PREFIX) for prompt in prompts)
     assert sum(sizes) == own + len(prompts) * width * (new - 1)
     report = result.report
-    assert report is not None
     assert (report.computed_tokens, report.recomputed_tokens) == (own, 0)
     assert report.model_tokens == sum(sizes) and report.new_tokens == len(prompts) * new
     assert (report.sequences, report.finished) == (4, 4)
@@ -86,7 +86,7 @@ def test_answers_are_in_order_and_say_how_they_ended() -> None:
         scores = [each.score for each in result[4 * index : 4 * index + 4]]
         assert scores == sorted(scores, reverse=True)
     streamed = list(BatchGenerator(build(FAMILY)).stream(PROMPTS, **OPTIONS))
-    whole = BatchGenerator(build(FAMILY)).generate(PROMPTS, **OPTIONS)
+    whole = answers(FAMILY, PROMPTS, **OPTIONS)
     assert sorted((each.index, each.sample, each.token_ids) for each in streamed) == [
         (each.index, each.sample, each.token_ids) for each in whole
     ]
@@ -99,12 +99,10 @@ def test_prompts_with_settings_of_their_own() -> None:
         {"num_beams": 3, "early_stopping": True, "eos_token_id": STOPS, "pad_token_id": 0, "max_new_tokens": 7},
     ]
     configs = [GenerationConfig(**kinds[index % 3]) for index in range(len(PROMPTS))]
-    result = BatchGenerator(build(FAMILY), page_size=2).generate(PROMPTS, configs)
+    result = answers(FAMILY, PROMPTS, {"page_size": 2}, generation_config=configs)
     for index, prompt in enumerate(PROMPTS):
-        rows = [each for each in result if each.index == index]
-        case = Case(FAMILY, [prompt], kinds[index % 3])
-        moved = [type(each)(**{**vars(each), "index": 0}) for each in rows]
-        assert_as_generate(case, build(FAMILY), moved)
+        moved = [replace(each, index=0) for each in result if each.index == index]
+        assert_as_generate(Case(FAMILY, [prompt], kinds[index % 3]), build(FAMILY), moved)
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------
@@ -180,7 +178,6 @@ def test_with_little_memory_prompts_wait_and_begin_anew(size: int, more: int) ->
     assert assert_as_generate(Case(FAMILY, PROMPTS, options), model, result) == 0
     assert max(held) <= pages
     report = result.report
-    assert report is not None
     decoded = len(PROMPTS) * OPTIONS["num_beams"] * 7
     assert report.model_tokens == report.computed_tokens + report.recomputed_tokens + decoded
     assert report.computed_tokens == sum(map(len, PROMPTS))
@@ -195,7 +192,7 @@ def test_a_prompt_alone_goes_on_when_its_pages_are_spent() -> None:
         result = generator.generate([prompt], **options)
     assert result.token_ids == whole.token_ids
     report = result.report
-    assert report is not None and report.preemptions > 0 and report.recomputed_tokens > 0
+    assert report.preemptions > 0 and report.recomputed_tokens > 0
     assert report.computed_tokens == len(prompt)
 
 
@@ -225,18 +222,8 @@ def test_what_does_not_fit_is_named_with_its_beams() -> None:
 
 
 def test_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = BatchGenerator(build(FAMILY), max_batch_tokens=8)
-    now = [0.0]
-    monkeypatch.setattr("hf_batchllm.sampling.stopping.time.time", lambda: now[0])
-    monkeypatch.setattr("hf_batchllm.engine.call.time.time", lambda: now[0])
-    step = BeamEngine._step
-
-    def slow(self: BeamEngine, given: Any) -> Any:
-        now[0] += 1.0
-        return step(self, given)
-
-    monkeypatch.setattr(BeamEngine, "_step", slow)
-    result = generator.generate(PROMPTS, max_time=3.5, **OPTIONS | {"max_new_tokens": 50})
+    clock_of(monkeypatch, each_step=1.0)
+    result = answers(FAMILY, PROMPTS, {"max_batch_tokens": 8}, max_time=3.5, **OPTIONS | {"max_new_tokens": 50})
     assert {each.finish_reason for each in result} == {"time"}
     some, none = [[each for each in result if bool(each.token_ids) is has] for has in (True, False)]
     assert some and none
@@ -247,18 +234,8 @@ def test_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_after_an_interrupt_all_pages_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILY)
     generator = BatchGenerator(model, page_size=4)
-    steps = 0
-    step = BeamEngine._step
-
-    def stops(self: BeamEngine, given: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 6:
-            raise KeyboardInterrupt
-        return step(self, given)
-
     with monkeypatch.context() as patch:
-        patch.setattr(BeamEngine, "_step", stops)
+        failing(patch, BeamEngine, "_step", {6}, KeyboardInterrupt)
         lengths = [GenerationConfig(num_beams=3, max_new_tokens=2 + 8 * (index > 1)) for index in range(len(PROMPTS))]
         with pytest.raises(GenerationInterrupted) as caught:
             generator.generate(PROMPTS, lengths)
@@ -274,9 +251,7 @@ def test_after_an_interrupt_all_pages_are_free(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_was_computed_again_where_a_call_ends_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt some beams have been run, and the others have not."""
     generator = BatchGenerator(build(FAMILY), max_batch_tokens=2)
-    now, done = [0.0], 0
-    monkeypatch.setattr("hf_batchllm.sampling.stopping.time.time", lambda: now[0])
-    monkeypatch.setattr("hf_batchllm.engine.call.time.time", lambda: now[0])
+    now, done = clock_of(monkeypatch), 0
 
     def late(self: BeamEngine, given: Any) -> Any:
         nonlocal done
@@ -299,19 +274,8 @@ def test_nothing_was_computed_again_where_a_call_ends_half_way(monkeypatch: pyte
         except ValueError:
             assert error is not None
         report = generator.last_report
-        assert report is not None and report.model_tokens > report.computed_tokens > 0
+        assert report.model_tokens > report.computed_tokens > 0
         assert (report.preemptions, report.recomputed_tokens) == (0, 0)
-
-
-def test_prefixes_are_kept_and_found() -> None:
-    model = build(FAMILY)
-    with proved(), BatchGenerator(model, page_size=4, keep_prefixes=4) as generator:
-        first = generator.generate(PROMPTS, **OPTIONS)
-        again = generator.generate(PROMPTS, **OPTIONS)
-        assert again.token_ids == first.token_ids
-        assert again.report is not None and again.report.cached_tokens == len(PREFIX) - 1
-        assert generator._kv.cache is not None
-        generator._kv.cache.check_integrity([])
 
 
 # -- sampling --------------------------------------------------------------------------------------------------
@@ -320,21 +284,22 @@ DRAWN = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6, "do_sam
 
 
 def test_what_is_drawn_hangs_on_seed_and_place_alone() -> None:
-    model = build(FAMILY)
-    results = []
-    for config in ({}, {"max_batch_tokens": 3}, {"page_size": 1, "share_prefixes": False}):
-        results.append(BatchGenerator(model, **config).generate(PROMPTS, seed=4, **DRAWN).token_ids)
+    results = [
+        answers(FAMILY, PROMPTS, config, seed=4, **DRAWN).token_ids
+        for config in ({}, {"max_batch_tokens": 3}, {"page_size": 1, "share_prefixes": False})
+    ]
     assert results[0] == results[1] == results[2]
-    other = BatchGenerator(model).generate(PROMPTS, seed=5, **DRAWN)
-    assert other.token_ids != results[0] and other.report is not None and other.report.seed == 5
+    other = answers(FAMILY, PROMPTS, seed=5, **DRAWN)
+    assert other.token_ids != results[0] and other.report.seed == 5
     seeds = list(range(len(PROMPTS)))
-    own = BatchGenerator(model).generate(PROMPTS, seed=seeds, **DRAWN).token_ids
-    turned = BatchGenerator(model).generate(PROMPTS[::-1], seed=seeds[::-1], **DRAWN).token_ids
+    own = answers(FAMILY, PROMPTS, seed=seeds, **DRAWN).token_ids
+    turned = answers(FAMILY, PROMPTS[::-1], seed=seeds[::-1], **DRAWN).token_ids
     assert [turned[2 * index : 2 * index + 2] for index in seeds[::-1]] == [own[2 * i : 2 * i + 2] for i in seeds]
-    torch.manual_seed(3)
-    drawn = BatchGenerator(model).generate(PROMPTS, **DRAWN)
-    torch.manual_seed(3)
-    assert BatchGenerator(model).generate(PROMPTS, **DRAWN).token_ids == drawn.token_ids
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(answers(FAMILY, PROMPTS, **DRAWN).token_ids)
+    assert drawn[0] == drawn[1]
 
 
 def test_candidates_are_drawn_one_after_the_other() -> None:
@@ -361,7 +326,7 @@ def test_answers_come_as_often_as_from_generate() -> None:
     options |= {"temperature": 2.0, "eos_token_id": STOPS, "pad_token_id": 1}
     torch.manual_seed(1)
     theirs = model.generate(torch.tensor([prompt] * count), **options)[:, len(prompt) :].view(count, 2, -1)
-    mine = BatchGenerator(model).generate([prompt] * count, seed=2, progress=False, **options).token_ids
+    mine = BatchGenerator(model).generate([prompt] * count, seed=2, **options).token_ids
     filled = [tuple(row + [1] * (2 - len(row))) for row in mine]
     found = Counter(zip(filled[::2], filled[1::2], strict=True))
     wanted = Counter(tuple(map(tuple, pair)) for pair in theirs.tolist())
