@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_calls import answers, as_generate, noted
 from support_decode_graphs import captured as captured  # a fixture
 from support_decode_graphs import graphs as graphs  # a fixture
 from support_device_loop import assert_best
@@ -30,22 +31,13 @@ from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.step import Step
 
-pytestmark = plain
+pytestmark = [plain, pytest.mark.usefixtures("graphs")]
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """Every step, in order."""
-    seen: list[Step] = []
-    launch = Engine._launch
-
-    def noted(self: Engine, step: Step) -> Any:
-        flight = launch(self, step)
-        seen.append(step)
-        return flight
-
-    monkeypatch.setattr(Engine, "_launch", noted)
-    return seen
+    return noted(monkeypatch, Engine, "_launch", lambda self, step: step, after=True)
 
 
 def assert_counts(result: Any) -> None:
@@ -59,11 +51,11 @@ def assert_counts(result: Any) -> None:
 @pytest.mark.parametrize("steps", [6, 32])
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 def test_rows_that_end_at_any_step_of_a_burst(
-    family: str, steps: int, scheduler: str, watched: list[Any], graphs: list[DecodeGraphs], launched: list[Step]
+    family: str, steps: int, scheduler: str, watched: list[Any], launched: list[Step]
 ) -> None:
     prompts, stops = mixed_prompts(4), list(range(0, 97, 11))
-    generator = BatchGenerator(build(family), steps_per_sync=steps, page_size=8, scheduler=scheduler)
-    result = generator.generate(prompts, max_new_tokens=30, eos_token_id=stops, progress=False)
+    config = {"steps_per_sync": steps, "page_size": 8, "scheduler": scheduler}
+    result = answers(family, prompts, config, max_new_tokens=30, eos_token_id=stops)
     assert_best("cpu", family, prompts, result, 30, stops)
     assert_counts(result)
     assert 2 < max(step.times for step in launched) <= steps // 2
@@ -73,7 +65,7 @@ def test_rows_that_end_at_any_step_of_a_burst(
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("seed", range(2))
-def test_limits_of_their_own_and_little_memory(seed: int, watched: list[Any], graphs: list[DecodeGraphs]) -> None:
+def test_limits_of_their_own_and_little_memory(seed: int, watched: list[Any]) -> None:
     """Rows that are as long as they may become leave in the middle; pages that are short make bursts shorter."""
     dice, model = random.Random(seed), build("llama")
     shared = [dice.randrange(97) for _ in range(20)]
@@ -86,8 +78,8 @@ def test_limits_of_their_own_and_little_memory(seed: int, watched: list[Any], gr
     whole = None
     for pages in (200, 20):
         memory = pages_of_memory(model, pages, 4)
-        generator = BatchGenerator(model, steps_per_sync=16, page_size=4, min_shared_tokens=4, kv_memory=memory)
-        result = generator.generate(prompts, max_length=50, eos_token_id=stops, progress=False)
+        config = {"steps_per_sync": 16, "page_size": 4, "min_shared_tokens": 4, "kv_memory": memory}
+        result = answers(model, prompts, config, max_length=50, eos_token_id=stops)
         assert_best("cpu", "llama", prompts, result, limits, stops)
         assert_counts(result)
         whole = whole or result
@@ -96,20 +88,13 @@ def test_limits_of_their_own_and_little_memory(seed: int, watched: list[Any], gr
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
-def test_the_host_sends_nothing_within_a_burst(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, runs = [], []
-    load, run = DecodeRows.load, DecodeRows.run
-    monkeypatch.setattr(DecodeRows, "load", lambda self, *given: (loads.append(1), load(self, *given))[1])
-    monkeypatch.setattr(DecodeRows, "run", lambda self: (runs.append(1), run(self))[1])
-    prompts = mixed_prompts(2)
-    result = BatchGenerator(build("llama"), steps_per_sync=32).generate(prompts, max_new_tokens=65, progress=False)
-    assert_parity("llama", prompts, result, 65)
+def test_the_host_sends_nothing_within_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, runs = (noted(monkeypatch, DecodeRows, name, lambda *_: 1) for name in ("load", "run"))
+    as_generate("llama", mixed_prompts(2), 65, {"steps_per_sync": 32})
     assert (len(loads), len(runs)) == (4, 64)
 
 
-def test_a_row_that_has_ended_reads_and_writes_nothing_more(
-    graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_has_ended_reads_and_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     idle, run = [], DecodeRows.run
 
     def noted(self: DecodeRows) -> None:
@@ -122,46 +107,39 @@ def test_a_row_that_has_ended_reads_and_writes_nothing_more(
         idle.append(int(ended.sum()))
 
     monkeypatch.setattr(DecodeRows, "run", noted)
-    prompts = mixed_prompts(3)
-    BatchGenerator(build("llama"), steps_per_sync=8).generate(
-        prompts, max_new_tokens=40, eos_token_id=list(range(0, 97, 9)), progress=False
-    )
+    stops = list(range(0, 97, 9))
+    answers("llama", mixed_prompts(3), {"steps_per_sync": 8}, max_new_tokens=40, eos_token_id=stops)
     assert max(idle) > 3
 
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "repetition_penalty": 1.3, "min_new_tokens": 5}])
 def test_sampled_tokens_are_the_same_in_bursts_of_any_length(
-    options: dict[str, Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
-    prompts = mixed_prompts(2)
-    options |= {"max_new_tokens": 25, "do_sample": True, "seed": 3, "eos_token_id": [3, 4, 5], "progress": False}
+    options |= {"max_new_tokens": 25, "do_sample": True, "seed": 3, "eos_token_id": [3, 4, 5]}
     drawn = [
-        BatchGenerator(build("llama"), steps_per_sync=steps).generate(prompts, **options).token_ids
-        for steps in (1, 2, 7, 32)
+        answers("llama", mixed_prompts(2), {"steps_per_sync": steps}, **options).token_ids for steps in (1, 2, 7, 32)
     ]
     assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
 
 
-def test_a_stream_left_within_a_burst(watched: list[Any], graphs: list[DecodeGraphs]) -> None:
-    prompts, model = mixed_prompts(3), build("llama")
-    generator = BatchGenerator(model, steps_per_sync=32)
-    stops = list(range(0, 97, 9))
-    stream = generator.stream(prompts, max_new_tokens=60, eos_token_id=stops)
+def test_a_stream_left_within_a_burst(watched: list[Any]) -> None:
+    prompts = mixed_prompts(3)
+    generator = BatchGenerator(build("llama"), steps_per_sync=32)
+    stream = generator.stream(prompts, max_new_tokens=60, eos_token_id=list(range(0, 97, 9)))
     next(stream)
     stream.close()
     assert all(cache.free_pages == cache.num_pages for cache in watched)
-    result = generator.generate(prompts, max_new_tokens=20, eos_token_id=1000, progress=False)
+    result = generator.generate(prompts, max_new_tokens=20, eos_token_id=1000)
     assert_parity("llama", prompts, result, 20)
 
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gpt_oss", "mixtral", "gemma2"]))
 @pytest.mark.parametrize("count", [11, 16])
-def test_idle_rows_are_finite(
-    family: str, count: int, watched: list[Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_rows_are_finite(family: str, count: int, watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody looks at may still send other rows astray: through a router, or a sum over the batch.
 
     Whatever has not been written is NaN: the cache's pages, too.
@@ -187,7 +165,7 @@ def test_idle_rows_are_finite(
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     prompts = [[5, 7, 9] * 4 + [index, 5, 7] for index in range(count)]  # the bucket is of 16
     stops = list(range(0, 97, 5))
-    generator.generate(prompts, max_new_tokens=40, eos_token_id=stops, progress=False)
+    generator.generate(prompts, max_new_tokens=40, eos_token_id=stops)
     assert seen[0] == 16
 
 
@@ -209,20 +187,18 @@ def odd_repeat(gives: Any) -> type[GroupScheduler]:
         (lambda times, most: times - 1, "gave 7, so Request.* needs pages up to position"),
     ],
 )
-def test_what_a_scheduler_says_of_repeating_is_checked(gives: Any, message: str, graphs: list[DecodeGraphs]) -> None:
-    generator = BatchGenerator(build("llama"), steps_per_sync=16, scheduler=odd_repeat(gives)())
+def test_what_a_scheduler_says_of_repeating_is_checked(gives: Any, message: str) -> None:
+    config = {"steps_per_sync": 16, "scheduler": odd_repeat(gives)()}
     with pytest.raises((TypeError, ValueError), match=message):
-        generator.generate(mixed_prompts(1), max_new_tokens=30, progress=False)
+        answers("llama", mixed_prompts(1), config, max_new_tokens=30)
 
 
 def test_steps_per_sync_beyond_all_reason(graphs: list[DecodeGraphs], launched: list[Step]) -> None:
-    prompts = mixed_prompts(1)
-    result = BatchGenerator(build("llama"), steps_per_sync=10**9).generate(prompts, max_new_tokens=9, progress=False)
-    assert_parity("llama", prompts, result, 9)
+    as_generate("llama", mixed_prompts(1), 9, {"steps_per_sync": 10**9})
     assert graphs[0].most_times == 9 and max(step.times for step in launched) == 8
 
 
-def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_tokens_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs beyond the end of an answer is not taken for tokens of prompts."""
     waits, start = [], run_ahead.start_copy_to_host
 
@@ -241,7 +217,7 @@ def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], mo
     prompts = mixed_prompts(3)
     generator = BatchGenerator(build("llama"), steps_per_sync=8)
     with pytest.raises(GenerationInterrupted) as caught:
-        generator.generate(prompts, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)), progress=False)
+        generator.generate(prompts, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)))
     assert caught.value.result.report.computed_tokens == generator.plan(prompts).computed_tokens
 
 

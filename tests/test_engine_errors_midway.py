@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support_calls import failing
 from support_device_loop import run_over_twins
 from support_families import build
 from support_live_tensors import Storages
@@ -44,13 +44,8 @@ def failing_at(call: int, error: BaseException) -> Callable[..., Any]:
     return fails
 
 
-@contextmanager
-def hooked(model: Any, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = model.model.layers[-1].register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+def hooked(model: Any, hook: Callable[..., Any]) -> Any:
+    return model.model.layers[-1].register_forward_pre_hook(hook)
 
 
 def test_what_had_finished_is_in_the_error_and_in_the_generator() -> None:
@@ -214,21 +209,10 @@ def test_which_errors_are_a_devices() -> None:
 def test_an_error_of_the_device_names_what_was_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """And cleaning up, which fails as well, does not hide it."""
     run_over_twins(monkeypatch)
-    rows, calls = ModelRunner.rows, [0]
-
-    def fails(self: ModelRunner, *given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 4:
-            raise RuntimeError(LOST)
-        return rows(self, *given)
-
-    def lost(self: RunAhead) -> None:
-        raise RuntimeError(f"{LOST} (again)")
-
-    monkeypatch.setattr(ModelRunner, "rows", fails)
+    failing(monkeypatch, ModelRunner, "rows", {4}, RuntimeError(LOST))
     generator = BatchGenerator(build("llama"), steps_per_sync=4)
     with monkeypatch.context() as patch:
-        patch.setattr(RunAhead, "close", lost)
+        failing(patch, RunAhead, "close", range(99), RuntimeError(f"{LOST} (again)"))
         with pytest.raises(RuntimeError, match="access was encountered") as caught:
             generator.generate(GIVEN, max_new_tokens=6)
     assert "again" not in str(caught.value)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import pkgutil
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support_calls import failing
 from support_device_loop import run_over_twins
 from support_families import build
 from support_live_tensors import Storages
@@ -41,18 +41,9 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> Storages:
     return found
 
 
-def fail_after(function: Callable[..., Any], calls: int, error: type[BaseException]) -> Callable[..., Any]:
-    left = [calls]
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        left[0] -= 1
-        if left[0] == 0:
-            del args, kwargs, result  # this frame is the test's
-            raise error
-        return result
-
-    return failing
+def fail_after(patch: pytest.MonkeyPatch, place: str, calls: int, error: type[BaseException]) -> None:
+    where, _, name = place.rpartition(".")
+    failing(patch, pkgutil.resolve_name(f"hf_batchllm.{where}"), name, {calls}, error, after=True)
 
 
 PLACES = {
@@ -76,8 +67,8 @@ def test_an_exception_that_is_kept_holds_no_memory(
     storages: Storages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    generator, where = make(), f"hf_batchllm.{place}"
-    monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 12, error))
+    generator = make()
+    fail_after(monkeypatch, place, 12, error)
     with pytest.raises(error) as caught:
         list(getattr(generator, way)(GIVEN, **OPTIONS))
     assert len(storages.seen) > 20 and storages.alive() == 0
@@ -108,12 +99,8 @@ def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
 
     steps: list[int] = []
     last = build(FAMILY).model.layers[-1].self_attn
-    handle = last.register_forward_pre_hook(hook)
-    try:
-        with pytest.raises(ZeroDivisionError) as caught:
-            generator.generate(GIVEN, **OPTIONS)
-    finally:
-        handle.remove()
+    with last.register_forward_pre_hook(hook), pytest.raises(ZeroDivisionError) as caught:
+        generator.generate(GIVEN, **OPTIONS)
     frames = {frame.f_code.co_name: frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)}
     assert frames["hook"].f_locals["module"] is last
     layers = [
@@ -127,45 +114,49 @@ def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
     assert fingerprint(build(FAMILY)) == before
 
 
+def merged(model: Any) -> list[Any]:
+    return [whole for each in model.parameters() if (whole := merged_weights._whole(each)) is not None]
+
+
 @pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_merged_weights_are_taken_apart_whatever_keeps_the_exception(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_over_twins(monkeypatch)
-    model = build("llama")
+    model, calls = build("llama"), [0]
+
+    def fails(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise error
+
     generator = BatchGenerator(model, max_batch_tokens=24, page_size=8)
     generator.generate(GIVEN, **OPTIONS)
-    wholes = [whole for each in model.parameters() if (whole := merged_weights._whole(each)) is not None]
+    wholes = merged(model)
     assert wholes
-    handle = model.model.layers[-1].mlp.register_forward_hook(fail_after(lambda *given: None, 3, error))
-    try:
-        with pytest.raises(error) as caught:
-            generator.generate(GIVEN, **OPTIONS)
-    finally:
-        handle.remove()
+    with model.model.layers[-1].mlp.register_forward_hook(fails), pytest.raises(error) as caught:
+        generator.generate(GIVEN, **OPTIONS)
     generator.generate(GIVEN[:2], **OPTIONS)
-    wholes += [merged_weights._whole(each) or wholes[0] for each in model.parameters()]
+    wholes += merged(model)
     generator.close()
     assert caught.value.__traceback__ is not None
     assert all(whole.expired() for whole in wholes)
 
 
 @pytest.mark.some_cases
-@pytest.mark.parametrize(
-    "place", ["model.runner.ModelRunner.forward", "model.triton_attention.KernelAttention._attend_rows"]
-)
+@pytest.mark.parametrize("place", PLACES["kernels"])
 @pytest.mark.parametrize("way", ["generate", "stream"])
 def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
     way: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_over_twins(monkeypatch)
-    model, where = build("llama"), f"hf_batchllm.{place}"
+    model = build("llama")
     generator = BatchGenerator(model, max_batch_tokens=24, page_size=8)
-    monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 7, RuntimeError))
+    fail_after(monkeypatch, place, 7, RuntimeError)
     with pytest.raises(RuntimeError) as caught:
         list(getattr(generator, way)(GIVEN, **OPTIONS))
-    wholes = [whole for each in model.parameters() if (whole := merged_weights._whole(each)) is not None]
+    wholes = merged(model)
     assert wholes
     generator.close()
     gc.collect()
@@ -193,8 +184,7 @@ def test_an_error_that_is_kept_does_not_hold_scores(
         return step
 
     monkeypatch.setattr(StepTensors, "_of", noted)
-    where = f"hf_batchllm.{place}"
-    monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 5, Failed))
+    fail_after(monkeypatch, place, 5, Failed)
     ids, scores = torch.tensor([[5, 6, 7], [8, 9, 10]]), {"return_dict_in_generate": True, "output_scores": True}
     with make() as generator, pytest.raises(Failed) as caught:
         generator.generate(ids, output_logits=True, **scores, **OPTIONS)
@@ -205,9 +195,6 @@ def test_an_error_that_is_kept_does_not_hold_scores(
 def test_an_error_out_of_code_from_nowhere_comes_out_as_it_is() -> None:
     made: dict[str, Any] = {"__name__": None}
     exec("def hook(*_): raise ZeroDivisionError('of the hook')", made)
-    handle = build(FAMILY).model.layers[0].register_forward_pre_hook(made["hook"])
-    try:
-        with pytest.raises(ZeroDivisionError, match="of the hook"):
-            make().generate(GIVEN, **OPTIONS)
-    finally:
-        handle.remove()
+    hooked = build(FAMILY).model.layers[0].register_forward_pre_hook(made["hook"])
+    with hooked, pytest.raises(ZeroDivisionError, match="of the hook"):
+        make().generate(GIVEN, **OPTIONS)
