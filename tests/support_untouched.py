@@ -28,12 +28,16 @@ def assert_untouched(generator: BatchGenerator, before: Any, caches: list[Any]) 
     assert_parity(FAMILY, prompts(), generator.generate(prompts(), max_new_tokens=NEW_TOKENS), NEW_TOKENS)
 
 
-@pytest.fixture
-def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_work(patch: pytest.MonkeyPatch) -> None:
     """No cache is made and no step is run."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("work began before everything was checked")
 
-    monkeypatch.setattr("hf_batchllm.engine.kv_memory.KVMemory.open", refuse)
-    monkeypatch.setattr("hf_batchllm.model.runner.ModelRunner.step", refuse)
+    patch.setattr("hf_batchllm.engine.kv_memory.KVMemory.open", refuse)
+    patch.setattr("hf_batchllm.model.runner.ModelRunner.step", refuse)
+
+
+@pytest.fixture
+def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_work(monkeypatch)

@@ -22,15 +22,29 @@ from support_adapters import (
     thrice,
     wrapped,
 )
+from support_calls import answers, as_generate
+from support_families import build as build_plain
 from support_families import reference_generate
 from support_parity import watched as watched  # a fixture
-from support_untouched import fingerprint
+from support_untouched import fingerprint, forbid_work
 from support_untouched import never_runs as never_runs  # a fixture
 
 from hf_batchllm import BatchConfig, BatchGenerator
 from hf_batchllm.errors import OptionValueError, UnsupportedModelError
 
 GIVEN = prompts()
+DOCUMENT = [7 + 5 * place % 80 for place in range(40)]
+QUESTIONS = [[*DOCUMENT, last] for last in (3, 4)]
+
+
+def a_and_b(**more: Any) -> Any:
+    """A model that a test may change."""
+    return wrapped(lora(**more), lora(["gate_proj", "o_proj"]))
+
+
+def stream_of(model: Any, adapter: Any, given: Any = GIVEN, new_tokens: int = NEW_TOKENS) -> Any:
+    """Whose results do not come all at once."""
+    return BatchGenerator(model, max_batch_tokens=40, **PAGES).stream(given, adapter=adapter, max_new_tokens=new_tokens)
 
 
 @pytest.mark.some_cases
@@ -65,7 +79,7 @@ def test_any_assignment(seed: int, watched: list[Any]) -> None:
     )
     generator = BatchGenerator(build("lora"), config=config)
     for _ in range(2):
-        result = generator.generate(given, adapter=names, max_new_tokens=NEW_TOKENS, progress=False)
+        result = generator.generate(given, adapter=names, max_new_tokens=NEW_TOKENS)
         assert_each("lora", given, names, result)
         rng.shuffle(names)
     generator.close()
@@ -77,12 +91,10 @@ def test_sampled_as_in_calls_of_their_own() -> None:
     result = generate("lora", given, names, **options)
     alone = {name: generate("lora", given, name, **options) for name in ("a", "b", None)}
     assert [row.token_ids for row in result] == [alone[names[row.index]][at].token_ids for at, row in enumerate(result)]
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    model = a_and_b()
     for name in ("a", "b", None):
         with having(model, name):
-            by_owner = BatchGenerator(model, **PAGES).generate(
-                given, max_new_tokens=NEW_TOKENS, progress=False, **options
-            )
+            by_owner = answers(model, given, PAGES, max_new_tokens=NEW_TOKENS, **options)
         assert by_owner.token_ids == alone[name].token_ids
 
 
@@ -104,20 +116,18 @@ def test_between_the_results_of_a_stream_the_model_is_its_owners() -> None:
     model.train()
     given, names = thrice(GIVEN)
     before = fingerprint(model)
-    generator = BatchGenerator(model, max_batch_tokens=40, **PAGES)
-    for count, _ in enumerate(generator.stream(given, adapter=names, max_new_tokens=3)):
+    for count, _ in enumerate(stream_of(model, names, given, 3)):
         assert fingerprint(model) == before, count
-    stream = generator.stream(given, adapter=names, max_new_tokens=3)
+    stream = stream_of(model, names, given, 3)
     next(stream)
     stream.close()
     assert fingerprint(model) == before
 
 
 def test_what_the_owner_does_meanwhile_changes_nothing() -> None:
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    model, rows = a_and_b(), {}
     given, names = thrice(GIVEN)
-    generator, rows = BatchGenerator(model, max_batch_tokens=40, **PAGES), {}
-    for row in generator.stream(given, adapter=names, max_new_tokens=NEW_TOKENS):
+    for row in stream_of(model, names, given):
         rows[row.index] = row
         if len(rows) % 3 == 0:
             model.set_adapter("ab"[len(rows) % 2])
@@ -128,25 +138,11 @@ def test_what_the_owner_does_meanwhile_changes_nothing() -> None:
     assert_each("lora", given, names, [rows[index] for index in range(len(given))])  # type: ignore[arg-type]
 
 
-def test_an_adapter_that_goes_while_it_is_needed() -> None:
-    model = wrapped(lora(), lora(["o_proj"]))
-    generator = BatchGenerator(model, max_batch_tokens=40, **PAGES)
-    stream = generator.stream(GIVEN, adapter="b", max_new_tokens=3)
-    next(stream)
-    model.delete_adapter("b")
-    before = fingerprint(model)
-    with pytest.raises(RuntimeError, match="the adapter 'b' is not there any more"):
-        list(stream)
-    assert fingerprint(model) == before
-    assert len(generator.generate(GIVEN, adapter="a", max_new_tokens=2)) == 6
-
-
 @pytest.mark.parametrize("activate", [True, False])
 def test_an_adapter_that_comes_meanwhile_changes_nothing(activate: bool) -> None:
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    model, rows = a_and_b(), {}
     given, names = thrice(GIVEN)
-    generator, rows = BatchGenerator(model, max_batch_tokens=40, **PAGES), {}
-    for row in generator.stream(given, adapter=names, max_new_tokens=NEW_TOKENS):
+    for row in stream_of(model, names, given):
         rows[row.index] = row
         if len(rows) == 1:
             model.add_adapter("c", lora(["k_proj", "q_proj"]))  # where there was no layer of PEFT's, too
@@ -157,36 +153,36 @@ def test_an_adapter_that_comes_meanwhile_changes_nothing(activate: bool) -> None
     assert_each("lora", given, names, [rows[index] for index in range(len(given))])  # type: ignore[arg-type]
 
 
-def _unload(model: Any) -> None:
-    model.unload()
-
-
-def _merge(model: Any) -> None:
-    model.merge_adapter(["b"])
-
-
 def _exchange(model: Any) -> None:
     model.delete_adapter("b")
     model.add_adapter("b", lora(["o_proj"]))
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "why"),
-    [
-        ("b", _unload, "they were unloaded while a call needs them"),
-        (None, _unload, "they were unloaded while a call needs them"),
-        ("a", _merge, "adapters were merged into the weights while a call"),
-        (None, _merge, "adapters were merged into the weights while a call"),
-        ("b", _exchange, "the adapter 'b' is not there any more"),
-    ],
-)
-def test_adapters_that_become_something_else_while_they_are_needed(name: str | None, change: Any, why: str) -> None:
-    model = wrapped(lora(), lora(["o_proj"]))
-    stream = BatchGenerator(model, max_batch_tokens=40, **PAGES).stream(GIVEN, adapter=name, max_new_tokens=3)
+GONE, UNLOADED = "the adapter 'b' is not there any more", "they were unloaded while a call needs them"
+MERGED = "adapters were merged into the weights while a call"
+CHANGES: dict[str, tuple[str | None, Any, str]] = {
+    "deleted": ("b", lambda model: model.delete_adapter("b"), GONE),
+    "exchanged": ("b", _exchange, GONE),
+    "unloaded": ("b", lambda model: model.unload(), UNLOADED),
+    "base unloaded": (None, lambda model: model.unload(), UNLOADED),
+    "merged": ("a", lambda model: model.merge_adapter(["b"]), MERGED),
+    "base merged": (None, lambda model: model.merge_adapter(["b"]), MERGED),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_adapters_that_become_something_else_while_they_are_needed(change: str) -> None:
+    model, (name, make, why) = wrapped(lora(), lora(["o_proj"])), CHANGES[change]
+    generator = BatchGenerator(model, max_batch_tokens=40, **PAGES)
+    stream = generator.stream(GIVEN, adapter=name, max_new_tokens=3)
     next(stream)
-    change(model)
+    make(model)
+    before = fingerprint(model)
     with pytest.raises(RuntimeError, match=why):
         list(stream)
+    assert fingerprint(model) == before
+    if change == "deleted":
+        assert len(generator.generate(GIVEN, adapter="a", max_new_tokens=2)) == 6
 
 
 def test_prompts_that_cannot_be_run_have_an_adapter_too() -> None:
@@ -217,25 +213,21 @@ def test_a_wrong_name_in_a_list_is_recorded_for_its_row() -> None:
         generator.generate(given, adapter="x", on_error="record", max_new_tokens=2)
 
 
-def test_after_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_error_in_a_step() -> None:
     before = fingerprint(build("lora"))
     generator = BatchGenerator(build("lora"), **PAGES)
 
-    def fail(*args: Any) -> None:
-        raise RuntimeError("this is somebody's hook")
-
-    handle = build("lora").get_base_model().model.layers[1].register_forward_hook(fail)
-    try:
-        with pytest.raises(RuntimeError, match="somebody's hook"):
-            generator.generate(GIVEN, adapter="b", max_new_tokens=2)
-    finally:
-        handle.remove()
+    with (
+        build("lora").get_base_model().model.layers[1].register_forward_hook(lambda *_: 1 / 0),
+        pytest.raises(ZeroDivisionError),
+    ):
+        generator.generate(GIVEN, adapter="b", max_new_tokens=2)
     assert fingerprint(build("lora")) == before
     assert_each("lora", GIVEN, ["b"] * 6, generator.generate(GIVEN, adapter="b", max_new_tokens=NEW_TOKENS))
 
 
 def test_an_adapter_that_is_named_runs_where_all_are_switched_off() -> None:
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    model = a_and_b()
     generator = BatchGenerator(model, **PAGES)
     with model.disable_adapter():
         result = generator.generate(GIVEN, adapter="b", max_new_tokens=NEW_TOKENS)
@@ -248,15 +240,13 @@ def test_an_adapter_that_is_named_runs_where_all_are_switched_off() -> None:
 
 
 def test_a_kept_prefix_is_its_adapters_alone() -> None:
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
-    document = [7 + 5 * place % 80 for place in range(40)]
-    given = [[*document, last] for last in (3, 4)]
+    model = a_and_b()
     generator = BatchGenerator(model, keep_prefixes=4, **PAGES)
 
     def cached(**options: Any) -> int:
-        result = generator.generate(given, max_new_tokens=NEW_TOKENS, progress=False, **options)
+        result = generator.generate(QUESTIONS, max_new_tokens=NEW_TOKENS, **options)
         name = options.get("adapter", active)
-        assert_each("lora", given, [name] * 2, result)
+        assert_each("lora", QUESTIONS, [name] * 2, result)
         return result.report.cached_tokens
 
     active: Any = "a"
@@ -277,15 +267,13 @@ def test_a_kept_prefix_is_its_adapters_alone() -> None:
 
 
 def test_nothing_is_kept_of_a_stream_in_which_the_owner_switched() -> None:
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
-    document = [7 + 5 * place % 80 for place in range(40)]
-    given = [[*document, last] for last in (3, 4)]
+    model = a_and_b()
     generator = BatchGenerator(model, keep_prefixes=4, **PAGES)
-    for _ in generator.stream(given, max_new_tokens=1):
+    for _ in generator.stream(QUESTIONS, max_new_tokens=1):
         model.set_adapter("b")
-    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+    result = generator.generate(QUESTIONS, max_new_tokens=NEW_TOKENS)
     assert result.report.cached_tokens == 0
-    assert_each("lora", given, ["b"] * 2, result)
+    assert_each("lora", QUESTIONS, ["b"] * 2, result)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------
@@ -311,38 +299,39 @@ def test_what_is_wrong_is_said_before_any_work(adapter: Any, why: str) -> None:
     assert fingerprint(build("lora")) == before
 
 
-@pytest.mark.usefixtures("never_runs")
-def test_a_model_without_adapters() -> None:
-    from support_families import build as build_plain
-
-    with pytest.raises(OptionValueError, match="is 'a', and the model has no adapters: load them first"):
-        BatchGenerator(build_plain("llama")).generate(GIVEN, adapter="a", max_new_tokens=2)
-
-
-def test_none_asks_nothing_of_a_model_without_adapters() -> None:
-    from support_families import build as build_plain
-    from support_parity import assert_parity
-
-    generator = BatchGenerator(build_plain("llama"))
-    for none in (None, [None] * 6):
-        assert_parity("llama", GIVEN, generator.generate(GIVEN, adapter=none, max_new_tokens=4), 4)
-
-
-def test_merged_adapters_cannot_be_chosen() -> None:
-    model = wrapped(lora())
-    model.merge_adapter()
-    with pytest.raises(OptionValueError, match=r"while 'a' is merged into the weights: unmerge_adapter\(\) first"):
-        BatchGenerator(model).generate(GIVEN, adapter="b", max_new_tokens=2)
-
-
-@pytest.mark.parametrize("leave", ["unload", "merge_and_unload"])
-def test_unloaded_adapters_cannot_be_chosen(leave: str) -> None:
+def changed_by(name: str) -> Any:
     model = wrapped(lora(), lora(["o_proj"]))  # whose list of adapters PEFT leaves as it is
     generator = BatchGenerator(model, **PAGES)
-    getattr(model, leave)()
-    with pytest.raises(OptionValueError, match=r"`adapter` is 'b', and the model's layers have lost their adapters"):
-        generator.generate(GIVEN, adapter="b", max_new_tokens=1)
-    assert len(generator.generate(GIVEN, adapter=None, max_new_tokens=1)) == len(GIVEN)
+    getattr(model, name)()
+    return generator
+
+
+LOST = r"`adapter` is 'b', and the model's layers have lost their adapters"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: BatchGenerator(build_plain("llama")), "is 'b', and the model has no adapters: load them first"),
+        (lambda: changed_by("merge_adapter"), r"while 'a' is merged into the weights: unmerge_adapter\(\) first"),
+        (lambda: changed_by("unload"), LOST),
+        (lambda: changed_by("merge_and_unload"), LOST),
+    ],
+    ids=["plain", "merged", "unloaded", "merged and unloaded"],
+)
+def test_where_no_adapter_can_be_chosen(make: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = make()
+    with monkeypatch.context() as patch:
+        forbid_work(patch)
+        with pytest.raises(OptionValueError, match=why):
+            generator.generate(GIVEN, adapter="b", max_new_tokens=1)
+    if why == LOST:
+        assert len(generator.generate(GIVEN, adapter=None, max_new_tokens=1)) == len(GIVEN)
+
+
+@pytest.mark.parametrize("none", [None, [None] * 6], ids=["one", "list"])
+def test_none_asks_nothing_of_a_model_without_adapters(none: Any) -> None:
+    as_generate("llama", GIVEN, 4, adapter=none)
 
 
 def test_biases_that_were_trained_stay_and_that_is_said() -> None:
@@ -360,8 +349,7 @@ def test_biases_that_were_trained_stay_and_that_is_said() -> None:
 def test_an_activated_lora_is_refused_by_name() -> None:
     model = wrapped(lora(task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), lora(["k_proj"]))
     generator = BatchGenerator(model)
-    with pytest.raises(UnsupportedModelError, match="the adapter 'a' starts at its invocation tokens"):
-        generator.generate(GIVEN, adapter="a", max_new_tokens=2)
-    with pytest.raises(UnsupportedModelError, match="the adapter 'a' starts at its invocation tokens"):
-        generator.generate(GIVEN, max_new_tokens=2)
+    for chosen in ({"adapter": "a"}, {}):
+        with pytest.raises(UnsupportedModelError, match="the adapter 'a' starts at its invocation tokens"):
+            generator.generate(GIVEN, max_new_tokens=2, **chosen)
     assert len(generator.generate(GIVEN, adapter="b", max_new_tokens=2)) == 6
