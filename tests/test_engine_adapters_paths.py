@@ -20,6 +20,7 @@ from support_adapters import (
     thrice,
     wrapped,
 )
+from support_calls import answers, failing, noted
 from support_cases import up_to
 from support_device_loop import Replay, run_over_twins
 from support_families import reference_generate
@@ -99,7 +100,7 @@ def test_on_a_gpu(targets: list[str], steps_per_sync: int) -> None:
     options = {"max_new_tokens": 24, "eos_token_id": None}
     with BatchGenerator(model, steps_per_sync=steps_per_sync, **PAGES | {"page_size": 16}) as generator:
         before = [each.requires_grad for each in model.parameters()]
-        result = generator.generate(given, adapter=names, progress=False, **options)
+        result = generator.generate(given, adapter=names, **options)
         assert "graph" in result.report.graphs
         assert [each.requires_grad for each in model.parameters()] == before
     same = 0
@@ -117,8 +118,7 @@ def test_fused_layers_leave_what_is_adapted_to_peft(fusing: list[int], watched: 
     }
     for kind, model in models.items():
         fusing.clear()
-        with BatchGenerator(model, **PAGES) as generator:
-            result = generator.generate(given, adapter=names, max_new_tokens=NEW_TOKENS, progress=False)
+        result = answers(model, given, PAGES, adapter=names, max_new_tokens=NEW_TOKENS)
         for prompt, name, row in zip(given, names, result, strict=True):
             with having(model, name):
                 assert row.token_ids == reference_generate(model, prompt, max_new_tokens=NEW_TOKENS)
@@ -128,24 +128,16 @@ def test_fused_layers_leave_what_is_adapted_to_peft(fusing: list[int], watched: 
 # -- little memory, schedulers ---------------------------------------------------------------------------------
 
 
-class Counting(GroupScheduler):
-    """Counts for itself, from call to call."""
-
-    total = 0
-
-    def _preempt(self, request: Any) -> None:
-        super()._preempt(request)
-        self.total += 1
-
-
-def test_little_memory(watched: list[Any]) -> None:
+def test_little_memory(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given, names = thrice(prompts(8, kind="prefix"))
-    scheduler = Counting()
-    config = BatchConfig(kv_memory=pages_of_memory(build("lora"), 16, 8), keep_prefixes=3, scheduler=scheduler, **PAGES)
+    preempted = noted(monkeypatch, GroupScheduler, "_preempt", lambda self, request: request)
+    config = BatchConfig(
+        kv_memory=pages_of_memory(build("lora"), 16, 8), keep_prefixes=3, scheduler=GroupScheduler(), **PAGES
+    )
     never = [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]  # who may stop is not counted in full
     result = generate("lora", given, names, config, max_new_tokens=20, stopping_criteria=never)
     assert_each("lora", given, names, result, 20)
-    assert result.report.preemptions == scheduler.total > 2
+    assert result.report.preemptions == len(preempted) > 2
 
 
 @pytest.mark.parametrize("scheduler", ["fifo", FifoScheduler()])
@@ -176,28 +168,24 @@ def test_rows_of_a_tensor() -> None:
         assert out.tolist() == [*row.tolist(), *result[0].token_ids]
 
 
-def test_what_runs_the_model_between_steps_has_the_adapter() -> None:
-    """Guidance: transformers' processor for it calls the model once more for each token."""
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
-    options = {"guidance_scale": 2.5, "max_new_tokens": 5}
-    result = BatchGenerator(model, **PAGES).generate(GIVEN[:3] * 3, adapter=[*"aaabbb", *[None] * 3], **options)
-    for row, name in zip(result, [*"aaabbb", *[None] * 3], strict=True):
-        with having(model, name):
-            assert row.token_ids == reference_generate(model, row.prompt_token_ids, **options)
+BEAMS = {"num_beams": 3, "do_sample": False}
 
 
 @pytest.mark.some_cases
-@pytest.mark.parametrize("options", [{}, {"guidance_scale": 2.5}])
-def test_beams(options: dict[str, Any]) -> None:
-    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
-    options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False, **options}
-    given, names = thrice(GIVEN[:3])
+@pytest.mark.parametrize(
+    "options",
+    [{"guidance_scale": 2.5}, BEAMS, BEAMS | {"guidance_scale": 2.5}],
+    ids=["guided", "beams", "guided beams"],
+)
+def test_what_runs_the_model_between_steps_has_the_adapter(options: dict[str, Any]) -> None:
+    """Guidance: transformers' processor for it calls the model once more for each token."""
+    model, (given, names) = wrapped(lora(), lora(["gate_proj", "o_proj"])), thrice(GIVEN[:3])
     before = fingerprint(model)
-    result = BatchGenerator(model, **PAGES).generate(given, adapter=names, **options)
+    result = answers(model, given, PAGES, adapter=names, max_new_tokens=5, **options)
     assert fingerprint(model) == before
     for row, name in zip(result, names, strict=True):
         with having(model, name):
-            assert row.token_ids == reference_generate(model, row.prompt_token_ids, **options)
+            assert row.token_ids == reference_generate(model, row.prompt_token_ids, max_new_tokens=5, **options)
 
 
 def test_log_probabilities_of_prompts_too() -> None:
@@ -236,7 +224,7 @@ def test_at_any_line(files: tuple[str, ...]) -> None:
 
     def call() -> Any:
         try:
-            return generator.generate(given, adapter=names, max_new_tokens=2, progress=False)
+            return generator.generate(given, adapter=names, max_new_tokens=2)
         except GenerationInterrupted as interrupt:
             return interrupt.result
 
@@ -256,11 +244,8 @@ def test_an_interrupt_in_a_step_and_in_what_puts_the_adapter_back(monkeypatch: p
     before = fingerprint(build("lora"))
     generator = BatchGenerator(build("lora"), **PAGES)
 
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_step", interrupted)
+        failing(patch, ModelRunner, "_step", {1}, KeyboardInterrupt)
         with pytest.raises(GenerationInterrupted):
             generator.generate(GIVEN, adapter="b", max_new_tokens=2)
     assert fingerprint(build("lora")) == before

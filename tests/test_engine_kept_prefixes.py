@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_calls import answers
 from support_families import FAMILIES
 from support_kernels import plain
 from torch import nn
@@ -48,20 +49,18 @@ class Twice(nn.Module):
         return 2 * weight
 
 
-def heads_exchanged(model: Any) -> None:
-    weight = attention(model).k_proj.weight
-    half = len(weight) // 2
-    weight.data[:] = weight.data[[*range(half, 2 * half), *range(half)]]
-
-
 def columns_exchanged(model: Any) -> None:
     weight = attention(model).v_proj.weight
     weight.data[:] = weight.data[:, [1, 0, *range(2, weight.shape[1])]]
 
 
-def signs_changed(model: Any) -> None:
+def heads_exchanged(model: Any) -> None:
     weight = attention(model).k_proj.weight
-    weight.data[:, [1, 3]] = -weight.data[:, [1, 3]]
+    weight.data[:] = weight.data.roll(len(weight) // 2, 0)
+
+
+def signs_changed(model: Any) -> None:
+    attention(model).k_proj.weight.data[:, [1, 3]] *= -1
 
 
 def forward_replaced(model: Any) -> None:
@@ -70,8 +69,7 @@ def forward_replaced(model: Any) -> None:
 
 
 def class_exchanged(model: Any) -> None:
-    proj = attention(model).k_proj
-    proj.__class__ = type("Flipped", (nn.Linear,), {"forward": OnlyValues.forward})
+    attention(model).k_proj.__class__ = type("Flipped", (nn.Linear,), {"forward": OnlyValues.forward})
 
 
 def layers_exchanged(model: Any) -> None:
@@ -103,25 +101,29 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def model_of_its_own() -> Any:
-    return FAMILIES["llama"]()
+def keeping(model: Any) -> BatchGenerator:
+    return BatchGenerator(model, keep_prefixes=4, **CONFIG)
 
 
-def fresh(model: Any) -> list[list[int]]:
-    return BatchGenerator(model, **CONFIG).generate(GIVEN, max_new_tokens=4).token_ids
+def fresh(model: Any, given: list[list[int]] = GIVEN) -> list[list[int]]:
+    return answers(model, given, CONFIG, max_new_tokens=4).token_ids
+
+
+def assert_anew(generator: BatchGenerator, given: list[list[int]] = GIVEN) -> None:
+    """What was kept is not used."""
+    result = generator.generate(given, max_new_tokens=4)
+    assert result.report.cached_tokens == 0
+    assert result.token_ids == fresh(generator.model, given)
 
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_calls(change: str) -> None:
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(model := FAMILIES["llama"]())
     for cached in (0, 24):
         assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == cached
     CHANGES[change](model)
-    result = generator.generate(GIVEN, max_new_tokens=4)
-    assert result.report.cached_tokens == 0
-    assert result.token_ids == fresh(model)
+    assert_anew(generator)
     assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == 24
 
 
@@ -131,8 +133,7 @@ def test_a_change_between_two_calls(change: str) -> None:
 @pytest.mark.filterwarnings("ignore:no prefixes are kept of a call")
 def test_a_change_between_two_results(change: str, back: bool) -> None:
     """The second document is computed with the changed model. ``back``: afterwards the model is the one of before."""
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(model := FAMILIES["llama"]())
     other = [[*OTHER, 3], [*OTHER, 4]]
     stream = generator.stream([*GIVEN, *other], max_new_tokens=1)
     next(stream)
@@ -149,21 +150,17 @@ def test_a_change_between_two_results(change: str, back: bool) -> None:
             each.data.copy_(before[key])
     list(stream)
     for given in (GIVEN, other):
-        result = generator.generate(given, max_new_tokens=4)
-        assert result.report.cached_tokens == 0
-        assert result.token_ids == BatchGenerator(model, **CONFIG).generate(given, max_new_tokens=4).token_ids
+        assert_anew(generator, given)
 
 
 def test_a_stream_in_which_nothing_changes_keeps_its_prefixes() -> None:
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(FAMILIES["llama"]())
     list(generator.stream([*GIVEN, [*OTHER, 3], [*OTHER, 4]], max_new_tokens=2))
     assert generator.generate([GIVEN[0], [*OTHER, 9]], max_new_tokens=2).report.cached_tokens == 48
 
 
 def test_what_changed_while_a_call_ran_is_said() -> None:
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(model := FAMILIES["llama"]())
     stream = generator.stream(GIVEN, max_new_tokens=1)
     next(stream)
     attention(model).scaling *= 2
@@ -174,8 +171,7 @@ def test_what_changed_while_a_call_ran_is_said() -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_autocast_between_two_results(kind: torch.dtype) -> None:
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(model := FAMILIES["llama"]())
     stream = generator.stream([*GIVEN, [*OTHER, 3], [*OTHER, 4]], max_new_tokens=1)
     next(stream)
     with torch.autocast("cpu", dtype=kind):  # the call keeps the one that it began under
@@ -194,8 +190,7 @@ class LouderSilu(TorchFunctionMode):
 
 
 def test_a_mode_that_changes_what_functions_give() -> None:
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(model := FAMILIES["llama"]())
     plain = generator.generate(GIVEN, max_new_tokens=4).token_ids
     with LouderSilu():
         louder = fresh(model)
@@ -205,31 +200,25 @@ def test_a_mode_that_changes_what_functions_give() -> None:
 
 def test_weights_made_in_inference_mode() -> None:
     with torch.inference_mode():
-        model = model_of_its_own()
-        generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+        generator = keeping(model := FAMILIES["llama"]())
         assert [generator.generate(GIVEN, max_new_tokens=2).report.cached_tokens for _ in range(2)] == [0, 24]
         columns_exchanged(model)
-        result = generator.generate(GIVEN, max_new_tokens=4)
-        assert result.report.cached_tokens == 0
-        assert result.token_ids == fresh(model)
+        assert_anew(generator)
 
 
 def test_a_prefix_of_training_mode_is_not_used_in_evaluation() -> None:
-    model = model_of_its_own()
+    model = FAMILIES["llama"]()
     attention(model).attention_dropout = 0.0
     model.model.layers[0].input_layernorm = nn.Sequential(model.model.layers[0].input_layernorm, nn.Dropout(0.5))
-    generator = BatchGenerator(model.train(), keep_prefixes=4, **CONFIG)
+    generator = keeping(model.train())
     with pytest.warns(UserWarning, match="training mode"):
         generator.generate(GIVEN, max_new_tokens=4)
     model.eval()
-    result = generator.generate(GIVEN, max_new_tokens=4)
-    assert result.report.cached_tokens == 0
-    assert result.token_ids == fresh(model)
+    assert_anew(generator)
 
 
 def test_what_changes_nothing_drops_nothing() -> None:
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(model := FAMILIES["llama"]())
     generator.generate(GIVEN, max_new_tokens=2)
     model.requires_grad_(False)
     model.generation_config = copy.deepcopy(model.generation_config)
@@ -242,8 +231,7 @@ def test_what_changes_nothing_drops_nothing() -> None:
 
 
 def test_a_module_taken_out_of_the_model_is_freed() -> None:
-    model = model_of_its_own()
-    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator = keeping(model := FAMILIES["llama"]())
     generator.generate(GIVEN, max_new_tokens=2)
     before = weakref.ref(attention(model).k_proj.weight)
     attention(model).k_proj = nn.Linear(48, len(attention(model).k_proj.weight), bias=False)
