@@ -17,6 +17,7 @@ from support_word_tokenizer import word_tokenizer
 from transformers.utils import logging
 
 from hf_batchllm import BatchGenerator, BatchResult, GenerationInterrupted, plan_prompts
+from hf_batchllm.engine import cost
 from hf_batchllm.engine.cost import StepCosts, cost_of_head
 from hf_batchllm.engine.progress import CallBar, Progress, expected_tokens, longest_of, whole_run
 from hf_batchllm.inputs import preparing
@@ -232,6 +233,14 @@ def test_a_first_step_that_compiles_is_no_measure_and_what_is_not_done_for_long_
         costs.learn(1, 0, 64, 0.01)
     assert costs(1, 0, 64) == pytest.approx(0.01) and costs(0, 512, 0) == reading
     assert costs.learn(1, 512, 0, 0.4) > 0.9, "prompts take the most of the next step that reads some"
+
+
+def test_steps_that_take_less_the_fewer_their_tokens_do_not_make_answers_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_MEMORY", 0.01)
+    costs = StepCosts(on_gpu=True)
+    for tokens, seconds in [(1000, 1.0), (10, 1e-9)] * 200:
+        costs.learn(1, tokens, 0, seconds)
+    assert costs(1, 0, 64) > 1e-5 and costs.learn(1, 0, 64, 0.01) == 0
 
 
 def test_the_head_counts_where_it_is_large() -> None:

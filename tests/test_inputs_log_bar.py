@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 from support_families import build
+from support_timekeeper import Clock
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.inputs.preparing import LogBar, open_bar
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_line_each_half_minute_and_then_each_twentieth_of_the_time(

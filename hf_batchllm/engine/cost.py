@@ -17,6 +17,7 @@ from torch import nn
 STEP_ON_GPU, STEP_ON_CPU, _ANSWER_TOKEN = 300.0, 32.0, 1.5
 _MOST_FOR_HEAD = 4.0
 _MEMORY = 1 - 1 / 128  # what a step counts for after the next one: answers grow, and machines get busy
+_APART = 16.0  # times as much longer or shorter than usual, beside prompts, all else may seem to take
 
 _KEPT = 0.97  # what a measurement counts for after the next one, where a line goes through them
 _LATEST = 7  # measurements of as many rows of which the second fastest counts: often the host is late, and rarely early
@@ -46,7 +47,8 @@ class StepCosts:
         """
         written = self._step * steps + self._answer_token * answer_tokens
         reading, writing = self._rates() or (1.0, 1.0)
-        share = reading * prompt_tokens / (reading * prompt_tokens + writing * written)
+        ratio = min(max(writing / reading, 1 / _APART), _APART)
+        share = prompt_tokens / (prompt_tokens + ratio * written)
         keep = 0.0 if self._steps == 1 else _MEMORY  # the first step compiles and allocates: it is no measure
         self._reading.learn(share * seconds, prompt_tokens, keep)
         self._writing.learn((1 - share) * seconds, written, keep)
