@@ -120,7 +120,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         ),
         (request(stream=True), "`stream` is not supported: results go to a file", "stream"),
         (request(audio={}), "`audio` is not supported", "audio"),
-        (request(presence_penalty=0.5), "`presence_penalty` is not supported: only 0 is", "presence_penalty"),
+        (request(presence_penalty=0.5), "`presence_penalty` is not an option of transformers", "presence_penalty"),
         (request(max_token=5), "`max_token` is not supported; did you mean `max_tokens`?", "max_token"),
         (request(foo=5), "`foo` is not supported: leave it out", "foo"),
         (request(top_logprobs=5), "`top_logprobs` needs `logprobs`", "top_logprobs"),
@@ -131,7 +131,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (request(logit_bias={"1": 200}), "from -100 to 100", "logit_bias"),
         (request(temperature="hot"), "`temperature` must be a number", "temperature"),
         (request(max_tokens=0), "`max_tokens` must be at least 1", "max_tokens"),
-        (request(best_of=3), "`best_of` is not supported", "best_of"),
+        (request(best_of=3), "`best_of` is not an option here", "best_of"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(record: Any, why: str, param: str) -> None:

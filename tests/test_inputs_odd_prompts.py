@@ -308,13 +308,13 @@ def test_a_processor_for_several_media_is_asked_for_its_tokenizer() -> None:
 
 
 if __name__ == "__main__":
-    from test_inputs_odd_options import CONFIGS, MODELS, OPTIONS, TOKENIZERS, make
+    from test_inputs_odd_options import CONFIGS, MODELS, OPTIONS, TOKENIZERS, VALUES, make
 
     listing: list[tuple[str, Callable[[], Any]]] = [
         (name, lambda given=given: run(given)) for name, given, _ in NO_LIST
     ]
     listing += [(name, lambda given=given, words=words: run(given, words)) for name, given, words, _ in BAD]
-    listing += [(str(options), lambda options=options: run([IDS], **options)) for options, _ in OPTIONS]
+    listing += [(str(options), lambda options=options: run([IDS], **options)) for options, _ in [*OPTIONS, *VALUES]]
     listing += [(str(fields), lambda fields=fields: make(**fields)) for fields, _ in CONFIGS]
     listing += [(name, lambda given=given: make(tokenizer=given)) for name, given, _ in TOKENIZERS]
     listing += [(name, lambda model=model: make(model())) for name, model, _ in MODELS]

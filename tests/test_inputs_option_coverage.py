@@ -8,7 +8,7 @@ from support_options import ANY, DRAWN
 from support_real_options import GREEDY
 
 from hf_batchllm.inputs.option_row import Fate, OptionKind
-from hf_batchllm.inputs.option_table import TABLE, names
+from hf_batchllm.inputs.option_table import TABLE
 
 # What does not change which tokens come, or comes with every test of the others: where it is looked at by itself.
 ELSEWHERE = {
@@ -48,10 +48,3 @@ def test_every_honoured_option_is_compared_with_generate() -> None:
 
 def test_the_real_model_is_asked_for_each_of_them() -> None:
     assert GREEDY.keys() - OF_THE_REAL_MODEL == ANY.keys()
-
-
-def test_what_is_ours_is_not_an_option_of_generate() -> None:
-    ours = {"adapter", "logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
-    of_prompts = {"chat_template_kwargs", "continue_final_message", "max_prompt_tokens", "tools", "truncation_side"}
-    of_answers = {"schema", "regex", "grammar", "choice"}
-    assert names(kind=OptionKind.ADDED) == ours | of_prompts | of_answers | {"stop_token_ids", "ignore_eos"}

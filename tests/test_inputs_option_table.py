@@ -129,11 +129,14 @@ def test_every_option_of_transformers_is_in_the_table() -> None:
 
 def test_our_own_arguments_are_in_the_table_too() -> None:
     written = inspect.signature(BatchGenerator.generate).parameters
-    ours = set(written) - {"self", "generate_kwargs"} - names(kind=OptionKind.FIELD) | {"adapter"}
-    taken = set(CALL_ARGUMENTS) | set(PROMPT_OPTIONS) | set(GRAMMAR_OPTIONS) | {"stop_token_ids", "ignore_eos"}
-    assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
+    named = set(written) - {"self", "generate_kwargs"} - names(kind=OptionKind.FIELD)
+    settled = {row.name for row in TABLE.values() if row.in_config}
+    taken = named | settled | {*CALL_ARGUMENTS, *PROMPT_OPTIONS, *GRAMMAR_OPTIONS}
     tensors = {"inputs", "input_ids", "attention_mask"}
-    assert ours | taken | tensors == names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
+    assert taken | tensors == names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
+    transformers_own = {*inspect.signature(GenerationMixin.generate).parameters, *CALL_ARGUMENTS, "generation_config"}
+    ours = {"prompts", "seed", "on_error", "progress", "adapter", "logprobs", "prompt_logprobs"}
+    assert names(kind=OptionKind.ADDED) == (taken - tensors - transformers_own) | ours
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)

@@ -41,7 +41,7 @@ _IGNORED = (  # they change nothing about an answer
 # Other fields must ask for nothing. ``asks_for_nothing`` knows the values that do, but for these fields.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "spaces_between_special_tokens": (True,),
     **dict.fromkeys(("add_special_tokens", "add_generation_prompt"), (True, False)),  # see ``_of_chats``
     "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
@@ -50,13 +50,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 _HINTS = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "only 0 is; see `repetition_penalty`"),
     **dict.fromkeys(("tool_choice", "function_call"), "a model cannot be made to call a tool"),
     "stream": "results go to a file",
     "functions": "pass `tools`",
     "audio": "answers are text",
-    "best_of": "all of `n` answers come back",
-    "use_beam_search": "set --set num_beams=... for the whole file",
     "chat_template": "it is the tokenizer's; see --tokenizer",
 }
 # The form of an answer, in names of vLLM -> ours.
