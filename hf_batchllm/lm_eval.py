@@ -141,12 +141,13 @@ class BatchLM(HFLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         made = {repr(request.args[1]): request.args[1] for request in requests}  # many share theirs, as a rule
         settings = {key: _Settings.of(self, gen_kwargs) for key, gen_kwargs in made.items()}
-        asked = [_Request.of(self, request.args[0], settings[repr(request.args[1])]) for request in requests]
+        of_each = [settings[repr(request.args[1])] for request in requests]
+        asked = [(each.ids_of(request.args[0]), each) for each, request in zip(of_each, requests, strict=True)]
         texts = [""] * len(asked)
         options = {**self._options, "progress": not disable_tqdm and self.rank == 0}
         with self._precision():
             for place, token_ids in _answers(self.generator, asked, options):
-                texts[place] = asked[place].text(token_ids)
+                texts[place] = of_each[place].text(token_ids)
                 self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
         return texts
 
@@ -159,6 +160,7 @@ class BatchLM(HFLM):
 class _Settings:
     """What the harness wants of an answer."""
 
+    lm: HFLM
     config: GenerationConfig
     with_strings: GenerationConfig  # the same, with the strings that the engine has to look for
     until: list[str]  # strings that end an answer
@@ -201,25 +203,15 @@ class _Settings:
         with_strings.stop_strings = [each for each in until if each and (each != eos or lm.eot_token_id not in ends)]
         with_strings.stop_strings = with_strings.stop_strings or None
         searches = (config.num_beams or model.generation_config.num_beams or 1) > 1
-        return cls(config, with_strings, until, ends, searches, room)
+        return cls(lm, config, with_strings, until, ends, searches, room)
 
-
-@dataclass(frozen=True)
-class _Request:
-    """One request of ``generate_until``."""
-
-    lm: HFLM
-    ids: list[int]
-    settings: _Settings
-
-    @classmethod
-    def of(cls, lm: HFLM, context: str, settings: _Settings) -> _Request:
-        ids, _ = lm.tok_batch_encode([context], left_truncate_len=settings.room, truncation=lm.truncation)
-        return cls(lm, ids[0].tolist(), settings)
+    def ids_of(self, context: str) -> list[int]:
+        (ids,), _ = self.lm.tok_batch_encode([context], left_truncate_len=self.room, truncation=self.lm.truncation)
+        return [int(token) for token in ids]
 
     def criteria(self, prompt_tokens: int) -> StoppingCriteriaList:
-        """The criteria that ``hf`` makes, for this request alone."""
-        made: StoppingCriteriaList = stop_sequences_criteria(self.lm.tokenizer, self.settings.until, prompt_tokens, 1)
+        """The criteria that ``hf`` makes, for one request alone."""
+        made: StoppingCriteriaList = stop_sequences_criteria(self.lm.tokenizer, self.until, prompt_tokens, 1)
         return made
 
     def ended_by_its_context(self, token_ids: list[int]) -> bool:
@@ -227,12 +219,11 @@ class _Request:
 
         ``token_ids``: an answer that was ended by a token or a string.
         """
-        if token_ids[-1] in self.settings.ends:
+        if token_ids[-1] in self.ends:
             return False
         ids = torch.tensor([token_ids], dtype=torch.long, device="cpu")
-        return not bool(
-            self.criteria(0)(ids, torch.empty(1, 0, dtype=torch.float32, device="cpu")).all()
-        )  # they look at tokens alone
+        scores = torch.empty(1, 0, dtype=torch.float32, device="cpu")  # at which they do not look
+        return not bool(self.criteria(0)(ids, scores).all())
 
     def text(self, token_ids: list[int]) -> str:
         end = self.lm.think_end_token
@@ -241,8 +232,11 @@ class _Request:
             token_ids = token_ids[len(token_ids) - token_ids[::-1].index(end) :]
         text = self.lm.tok_decode(token_ids)
         text = text.lstrip() if is_token else text
-        answer: str = postprocess_generated_text(text, self.settings.until, None if is_token else end)
+        answer: str = postprocess_generated_text(text, self.until, None if is_token else end)
         return answer
+
+
+_Request = tuple[list[int], _Settings]  # the tokens of a context, and what is asked of its answer
 
 
 def _answers(
@@ -253,14 +247,14 @@ def _answers(
     The engine finds strings fast, and finds those that begin in the prompt, too. An answer that such a string ended is
     computed once more, with the harness's own criteria, which are called for each token. Beams need them, too.
     """
-    beams = [place for place, each in enumerate(requests) if each.settings.searches]
-    plain = [place for place, each in enumerate(requests) if not each.settings.searches]
+    beams = [place for place, (_, settings) in enumerate(requests) if settings.searches]
+    plain = [place for place, (_, settings) in enumerate(requests) if not settings.searches]
     again: list[int] = []
     if plain:
-        configs = [requests[place].settings.with_strings for place in plain]
-        for each in generator.stream([requests[place].ids for place in plain], configs, **options):
+        configs = [requests[place][1].with_strings for place in plain]
+        for each in generator.stream([requests[place][0] for place in plain], configs, **options):
             place = plain[each.index]
-            if each.finish_reason == "stop" and requests[place].ended_by_its_context(each.token_ids):
+            if each.finish_reason == "stop" and requests[place][1].ended_by_its_context(each.token_ids):
                 again.append(place)
             else:
                 yield place, each.token_ids
@@ -268,10 +262,10 @@ def _answers(
         some = [requests[place] for place in places]
 
         def criteria(index: int, prompt_token_ids: list[int], some: list[_Request] = some) -> list[Any]:
-            return list(some[index].criteria(len(prompt_token_ids)))
+            return list(some[index][1].criteria(len(prompt_token_ids)))
 
-        configs = [each.settings.config for each in some]
-        for each in generator.stream([each.ids for each in some], configs, stopping_criteria=criteria, **options):
+        configs = [settings.config for _, settings in some]
+        for each in generator.stream([ids for ids, _ in some], configs, stopping_criteria=criteria, **options):
             yield places[each.index], each.token_ids
 
 
