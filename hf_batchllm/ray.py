@@ -265,13 +265,12 @@ def setting(name: str, default: int, asked: Mapping[str, Any], model: Any = None
 @contextmanager
 def _in_order(context: Any) -> Iterator[None]:
     """Rows have the order of their sources, whoever reads them. A checkpoint is of the whole call, not of this."""
-    options, checkpoint = context.execution_options, context.checkpoint_config
-    before = options.preserve_order
+    options, before = context.execution_options, (context.execution_options.preserve_order, context.checkpoint_config)
     options.preserve_order, context.checkpoint_config = True, None
     try:
         yield
     finally:
-        options.preserve_order, context.checkpoint_config = before, checkpoint
+        options.preserve_order, context.checkpoint_config = before
 
 
 def dataset_of_blocks(tables: Sequence[Any], sizes: Sequence[int], blocks: Sequence[np.ndarray], readers: int) -> Any:
@@ -350,10 +349,8 @@ class Worker:
 
         numbers, asked = [record.number for record in records], dict(self._asked)
         asked["seed"] = SeedOfWhole(self._seed, numbers) if self._sampled else None  # the noise of one whole call
-        made = {name: factory_of(asked.get(name)) for name in _OF_EACH_ROW}
-        asked |= {name: _by_number(function, numbers) for name, function in made.items() if function is not None}
-        if not records:
-            return {}
+        factories = [name for name in _OF_EACH_ROW if factory_of(asked.get(name)) is not None]
+        asked |= {name: _by_number(asked[name], numbers) for name in factories}
         try:
             prompts = [record.prompt for record in records]
             result = self.generator.generate(prompts, on_error="record", progress=False, **asked)
