@@ -51,14 +51,14 @@ NEWLINE, COMMA = of_bytes()[1]("\n,").input_ids
 OF_BYTES = [list(b"age and name: "), list(b"age and mood: "), list(b"x"), list(b"age and name, too: ")]
 
 
-def check(row: Generation, form: tuple[str, Any] | None, given: Any, options: dict[str, Any], seed: Any = None) -> bool:
-    """The row is what ``generate`` gives with a plain processor for its prompt alone."""
-    own: dict[str, Any] = {}
+def is_sure(row: Generation, form: tuple[str, Any] | None, given: Any, options: dict[str, Any]) -> bool:
+    """The row is what ``generate`` gives with a plain processor for its prompt alone, rounding aside."""
+    own = {name: value for name, value in options.items() if name != "seed"}
     if form is not None:
         option, value = form
         text = value if isinstance(value, str) else json.dumps(value)
-        own = {"logits_processor": [Plain(option, text, given, len(row.prompt_token_ids))]}
-    return check_row(given[0], row, {**options, **own}, seed)
+        own["logits_processor"] = [Plain(option, text, given, len(row.prompt_token_ids))]
+    return check_row(given[0], row, own, options.get("seed"))
 
 
 def generate(given: Any, prompts: Any, config: dict[str, Any] | None = None, **options: Any) -> BatchResult:
@@ -69,55 +69,51 @@ def generate(given: Any, prompts: Any, config: dict[str, Any] | None = None, **o
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form[1] if form[0] == "regex" else form[0])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_one_for_all_prompts(form: tuple[str, Any], sampled: bool) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": EOS}
-    if sampled:
-        options |= {"do_sample": True, "temperature": 1.4, "top_k": 20, "num_return_sequences": 2}
-    result = generate(letters(), PROMPTS, seed=3 if sampled else None, **options, **dict([form]))
-    assert sum(check(row, form, letters(), options, 3) for row in result) > 0.7 * len(result)
+@pytest.mark.parametrize(
+    "sampled", [{}, {"do_sample": True, "seed": 3, "temperature": 1.4, "top_k": 20, "num_return_sequences": 2}]
+)
+def test_one_for_all_prompts(form: tuple[str, Any], sampled: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": EOS, **sampled}
+    result = generate(letters(), PROMPTS, **options, **dict([form]))
+    assert sum(is_sure(row, form, letters(), options) for row in result) > 0.7 * len(result)
     if form[0] == "choice":
         assert {row.text for row in result} <= {*form[1]}
     if form[0] == "regex":
         assert all(re.fullmatch(form[1], row.text) for row in result if row.finish_reason == "stop")
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_each_prompt_has_its_own_or_none(sampled: bool) -> None:
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
+def test_each_prompt_has_its_own_or_none(sampled: dict[str, Any]) -> None:
     forms = [None if place % 4 == 2 else FORMS[place % 4] for place in range(len(PROMPTS))]
     each = {
         name: [form[1] if form is not None and form[0] == name else None for form in forms]
         for name in ("regex", "grammar", "choice")
     }
-    options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": EOS, "repetition_penalty": 1.2}
-    if sampled:
-        options |= {"do_sample": True, "top_p": 0.9}
-    result = generate(letters(), PROMPTS, seed=4 if sampled else None, **options, **each)
-    sure = sum(check(row, form, letters(), options, 4) for row, form in zip(result, forms, strict=True))
-    assert sure > 0.7 * len(result)
+    options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": EOS, "repetition_penalty": 1.2, **sampled}
+    result = generate(letters(), PROMPTS, **options, **each)
+    sure = [is_sure(row, form, letters(), options) for row, form in zip(result, forms, strict=True)]
+    assert sum(sure) > 0.7 * len(result)
     assert {len(row.token_ids) for row, form in zip(result, forms, strict=True) if form is None} == {10}
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_on_a_gpus_loop_masks_are_made_meanwhile(device: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "seed": 7, "temperature": 1.3, "top_k": 30}])
+def test_on_a_gpus_loop_masks_are_made_meanwhile(
+    device: str, sampled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[int] = []
     begin = GrammarMasks.begin
     monkeypatch.setattr(GrammarMasks, "begin", lambda self, some: begun.append(len(some)) or begin(self, some))
     given = model_on(device, "llama"), letters()[1]
-    options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": EOS}
-    if sampled:
-        options |= {"do_sample": True, "temperature": 1.3, "top_k": 30}
+    options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": EOS, **sampled}
     forms = [FORMS[0] if place % 3 else None for place in range(len(PROMPTS))]
     regex = [None if form is None else form[1] for form in forms]
-    result = generate(
-        given, PROMPTS, {"min_shared_tokens": 4, "page_size": 16}, regex=regex, seed=7 if sampled else None, **options
-    )
+    result = generate(given, PROMPTS, {"min_shared_tokens": 4, "page_size": 16}, regex=regex, **options)
     assert result.report is not None and "replayed" in result.report.graphs
     assert result.report.steps - len(begun) in (0, 1)  # a step may run when all have ended, which is seen later
     if sampled:  # with the noise of the device
         assert all(re.fullmatch("(ab|c)*a?d?", row.text) for row, form in zip(result, forms, strict=True) if form)
     else:
-        assert sum(check(row, form, given, options) for row, form in zip(result, forms, strict=True)) > 3
+        assert sum(is_sure(row, form, given, options) for row, form in zip(result, forms, strict=True)) > 3
 
 
 def test_json_of_bytes_in_a_vocabulary_that_is_wider_than_the_tokenizers() -> None:
@@ -126,11 +122,11 @@ def test_json_of_bytes_in_a_vocabulary_that_is_wider_than_the_tokenizers() -> No
     result = generate(of_bytes(), OF_BYTES, schema=schemas, **options)
     forms = [("schema", PERSON), ("schema", PERSON), None, ("schema", {"type": "object"})]
     for row, form in zip(result, forms, strict=True):
-        check(row, form, of_bytes(), options)
+        is_sure(row, form, of_bytes(), options)
     assert max(result[0].token_ids[:-1]) < 256
-    drawn = generate(of_bytes(), OF_BYTES[:2], schema=PERSON, do_sample=True, seed=2, **options)
-    for row in drawn:
-        check(row, ("schema", PERSON), of_bytes(), {**options, "do_sample": True}, 2)
+    options |= {"do_sample": True, "seed": 2}
+    for row in generate(of_bytes(), OF_BYTES[:2], schema=PERSON, **options):
+        is_sure(row, ("schema", PERSON), of_bytes(), options)
         answer = json.loads(row.text)
         assert answer.keys() <= {"name", "age", "mood"} and answer["mood"] in ("so", "la")
 
@@ -192,13 +188,10 @@ def test_options_that_stand_before_the_grammar_and_behind_it() -> None:
 
 def test_a_row_of_a_tensor_has_its_own() -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    wanted = generate(letters(), ids.tolist(), choice=[["abc"], None], max_new_tokens=4, eos_token_id=EOS)
-    made: Any = generate(
-        letters(), None, input_ids=ids, choice=[["abc"], None], max_new_tokens=4, eos_token_id=EOS, pad_token_id=EOS
-    )
-    assert [row[3 : 3 + len(each.token_ids)] for row, each in zip(made.tolist(), wanted, strict=True)] == [
-        each.token_ids for each in wanted
-    ]
+    options = {"choice": [["abc"], None], "max_new_tokens": 4, "eos_token_id": EOS}
+    made: Any = generate(letters(), None, input_ids=ids, pad_token_id=EOS, **options)
+    for row, each in zip(made.tolist(), generate(letters(), ids.tolist(), **options), strict=True):
+        assert row[3 : 3 + len(each.token_ids)] == each.token_ids
 
 
 def test_a_sequence_that_waits_for_memory_goes_on_where_it_was() -> None:
@@ -208,7 +201,7 @@ def test_a_sequence_that_waits_for_memory_goes_on_where_it_was() -> None:
     config = {"kv_memory": pages_of_memory(model, 20, 8), **PAGE}
     result = generate((model, tokenizer), prompts, config, regex="(abc?|d|ef){30}", **options)
     assert result.report is not None and result.report.preemptions > 0
-    assert sum(check(row, ("regex", "(abc?|d|ef){30}"), letters(), options) for row in result) > 0.5 * len(result)
+    assert sum(is_sure(row, ("regex", "(abc?|d|ef){30}"), letters(), options) for row in result) > 0.5 * len(result)
 
 
 def test_a_stream_gives_the_same() -> None:

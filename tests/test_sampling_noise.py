@@ -7,13 +7,14 @@ import random
 import statistics
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support_distributions import SIDES, assert_drawn_from, brief, expected_token, processors_of
-from support_families import build
+from support_families import build, reference_generate
 from support_llama_calls import FAMILY, prompts
 from support_llama_calls import generator as generator  # a fixture
 from support_parity import pages_of_memory
@@ -116,14 +117,9 @@ def test_sampled_calls_match_generate_where_both_draw_the_most_likely(
 ) -> None:
     monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: probs.argmax(dim=-1, keepdim=True))
     monkeypatch.setattr(sampling_noise, "_invert", lambda weights, uniform: weights.argmax(dim=-1))
-    given = prompts()
     options = {"do_sample": True, "max_new_tokens": 12, **options}
-    result = generator.generate(given, seed=1, **options)
-    model: Any = build(FAMILY)
-    for prompt, generation in zip(given, result, strict=True):
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-        assert generation.token_ids == out[0, len(prompt) :].tolist()
+    found = generator.generate(prompts(), seed=1, **options).token_ids
+    assert found == [reference_generate(build(FAMILY), prompt, **options) for prompt in prompts()]
 
 
 # -- what noise belongs to -------------------------------------------------------------------------------------
@@ -288,12 +284,9 @@ def test_philox_gives_its_published_numbers() -> None:
 def places(indices: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> list[Request]:
     """In this order, the positions running fastest."""
     made, prompt = [], np.array([1], dtype=np.int32)
-    for index in indices:
-        for sample in samples:
-            for position in positions:
-                request = Request(index, prompt, 10_000, sample=sample)
-                request.generated = [0] * position
-                made.append(request)
+    for index, sample, position in product(indices, samples, positions):
+        made.append(Request(index, prompt, 10_000, sample=sample))
+        made[-1].generated = [0] * position
     return made
 
 
