@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -42,20 +42,25 @@ def expected() -> dict[int, list[int]]:
     return tokens(result)
 
 
+@cache
+def the_swap() -> AttentionSwap:
+    """Of the model. Its lock lives as long as a swap does: this one is that of every call."""
+    return AttentionSwap(build(FAMILY))
+
+
 def make(keep: int = 0) -> BatchGenerator:
+    the_swap()
     # A small budget spreads the prompts over many steps, so that some have finished when others begin.
     return BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8, min_shared_tokens=4, keep_prefixes=keep)
 
 
 def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int, list[int]]) -> None:
     assert fingerprint(build(FAMILY)) == before
-    free = AttentionSwap(build(FAMILY))._lock
     with contextlib.suppress(RuntimeError):
-        free.release()
+        the_swap()._lock.release()
         raise AssertionError("the model's lock is still held")
-    cache = generator._kv.cache
-    if cache is not None:  # kept prefixes, and nothing else
-        cache.check_integrity(alive=[])
+    if generator._kv.cache is not None:  # kept prefixes, and nothing else
+        generator._kv.cache.check_integrity(alive=[])
     result = generator.generate(GIVEN, **OPTIONS)
     assert tokens(result) == expected
 
@@ -100,24 +105,32 @@ def test_at_any_line_of_making_one() -> None:
         assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@pytest.mark.parametrize("at", [1, 9])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_as_gradients_are_turned_off(
-    streamed: bool, at: int, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then nothing else turns them on again."""
-    before, generator = fingerprint(build(FAMILY)), make()
-    enter, count = torch.no_grad.__enter__, [0]
+# In which call of what an interrupt comes: once that has run, or before. What is put back already does not count.
+MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
+    "as gradients are turned off, when nothing else turns them on again": (torch.no_grad, "__enter__", 1, True),
+    "as gradients are turned off in a step": (torch.no_grad, "__enter__", 9, True),
+    "as a step puts the model back": (AttentionSwap, "restore", 3, False),
+}
 
-    def interrupted(self: torch.no_grad) -> None:
-        enter(self)
-        count[0] += 1
-        if count[0] == at:
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_at_a_moment(streamed: bool, moment: str, expected: dict[int, list[int]]) -> None:
+    owner, name, at, has_run = MOMENTS[moment]
+    before, generator = fingerprint(build(FAMILY)), make()
+    call, left = getattr(owner, name), [at]
+
+    def interrupted(self: Any) -> None:
+        left[0] -= getattr(self, "_before", True) is not None
+        if has_run or left[0]:
+            call(self)
+        if not left[0]:
+            left[0] = -1
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.no_grad, "__enter__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt if streamed else GenerationInterrupted):
             list(generator.stream(GIVEN, **OPTIONS) if streamed else generator.generate(GIVEN, **OPTIONS))
     assert_as_before(generator, before, expected)
 
@@ -224,7 +237,7 @@ def test_while_it_waits_for_another_thread(expected: dict[int, list[int]]) -> No
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with AttentionSwap(build(FAMILY))._lock:
+        with the_swap()._lock:
             held.set()
             over.wait(60)
 
@@ -334,9 +347,9 @@ def test_a_stream_that_is_left(how: str, results: int, expected: dict[int, list[
     del stream
     gc.collect()
     assert generator._kv.cache is None
-    for cache in watched:
-        cache.check_integrity()
-        assert cache.free_pages == cache.num_pages
+    for each in watched:
+        each.check_integrity()
+        assert each.free_pages == each.num_pages
     assert_as_before(generator, before, expected)
 
 

@@ -17,12 +17,18 @@ from torch import nn
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.planning.scheduler import GroupScheduler
 
 
 class Boom(RuntimeError):
     pass
+
+
+def answered(generator: BatchGenerator, given: list[list[int]], new_tokens: int = NEW_TOKENS) -> Any:
+    """The report of a call, the answers of which are those of ``generate``."""
+    result = generator.generate(given, max_new_tokens=new_tokens)
+    assert_parity(FAMILY, given, result, new_tokens)
+    return result.report
 
 
 def break_off(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException, inside: bool = True) -> None:
@@ -165,12 +171,10 @@ def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any])
         for again in (questions(text, seed=10), questions(text, 1, seed=11), questions(text[:37], seed=12)):
             shared = 37 if len(again[0]) < 50 else 60
             sizes.clear()
-            result = generator.generate(again, max_new_tokens=NEW_TOKENS)
+            report = answered(generator, again)
             own = sum(len(prompt) - shared for prompt in again)
             assert sizes[0] == own  # the first step holds all prompts, and no token of the document
-            assert_parity(FAMILY, again, result, NEW_TOKENS)
-            assert result.report.cached_tokens == shared
-            assert result.report.computed_tokens == own
+            assert (report.cached_tokens, report.computed_tokens) == (shared, own)
     # Between calls there is memory for the kept prefix and for nothing else.
     home = generator._kv
     assert home.cache is not None and home.storage is not None
@@ -185,16 +189,9 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     texts = [document(seed) for seed in range(3)]
     generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
 
-    def cached(text: list[int]) -> int:
-        result = generator.generate(questions(text, 2), max_new_tokens=2)
-        assert_parity(FAMILY, questions(text, 2), result, 2)
-        return result.report.cached_tokens
-
-    assert [cached(text) for text in texts] == [0, 0, 0]
-    assert cached(texts[1]) == 60
-    assert cached(texts[0]) == 0  # and so texts[2] goes
-    assert cached(texts[1]) == 60
-    assert cached(texts[2]) == 0
+    # As texts[0] comes again, texts[2] goes.
+    for number, cached in ((0, 0), (1, 0), (2, 0), (1, 60), (0, 0), (1, 60), (2, 0)):
+        assert answered(generator, questions(texts[number], 2), 2).cached_tokens == cached
 
 
 def test_nested_prefixes_are_kept_and_the_inner_one_is_found() -> None:
@@ -203,43 +200,24 @@ def test_nested_prefixes_are_kept_and_the_inner_one_is_found() -> None:
     given = [prompt for branch in branches for prompt in questions(branch)]
     generator = BatchGenerator(build(FAMILY), keep_prefixes=8)
     generator.generate(given, max_new_tokens=2)
-    result = generator.generate(questions(branches[1], 1, seed=3), max_new_tokens=NEW_TOKENS)
-    assert result.report.cached_tokens == 100
-    assert_parity(FAMILY, questions(branches[1], 1, seed=3), result, NEW_TOKENS)
-    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
-    assert result.report.cached_tokens == 60 + 2 * 40
-    assert_parity(FAMILY, given, result, NEW_TOKENS)
-
-
-def halve(model: Any, *_: Any) -> None:
-    with torch.no_grad():
-        next(iter(model.parameters())).mul_(0.5)
-
-
-def synchronise(model: Any, *_: Any) -> None:
-    """As weights are in RL loops: no version counter moves."""
-    for parameter in model.parameters():
-        parameter.data.mul_(0.9)
-
-
-def adapt(name: str, value: Any) -> Callable[..., None]:
-    return lambda model, *_: setattr(model.model.layers[0].self_attn.q_proj, name, value)
+    assert answered(generator, questions(branches[1], 1, seed=3)).cached_tokens == 100
+    assert answered(generator, given).cached_tokens == 60 + 2 * 40
 
 
 def refused(**options: Any) -> Callable[..., None]:
-    def ask(model: Any, generator: BatchGenerator, given: list[list[int]]) -> None:
+    def ask(generator: BatchGenerator, given: list[list[int]]) -> None:
         with pytest.raises(ValueError, match="max_new_token"):
             generator.generate(given, **options)
 
     return ask
 
 
-def abandon(model: Any, generator: BatchGenerator, given: list[list[int]]) -> None:
+def abandon(generator: BatchGenerator, given: list[list[int]]) -> None:
     stream = generator.stream([given[0], [], given[1]], max_new_tokens=2, on_error="record")
     assert next(stream).finish_reason == "error"
 
 
-def fail(model: Any, generator: BatchGenerator, given: list[list[int]]) -> None:
+def fail(generator: BatchGenerator, given: list[list[int]]) -> None:
     def no_memory(self: KVStorage, num_pages: int, num_slots: int) -> None:
         raise torch.OutOfMemoryError("injected")
 
@@ -251,11 +229,6 @@ def fail(model: Any, generator: BatchGenerator, given: list[list[int]]) -> None:
 
 # What happens between two calls, and whether prefixes outlive it.
 EVENTS: dict[str, tuple[Callable[..., None], bool]] = {
-    "nothing, to weights made in inference mode": (lambda *_: None, True),  # which have no versions
-    "a parameter is written to": (halve, False),
-    "weights are synchronised": (synchronise, False),
-    "another adapter is active": (adapt("active_adapters", ["two"]), False),
-    "adapters are switched off": (adapt("disable_adapters", True), False),
     "a call with an unknown option": (refused(max_new_token=2), True),
     "a call that memory is too small for": (refused(max_new_tokens=1 << 20), True),
     "a stream abandoned among its errors": (abandon, True),
@@ -265,20 +238,22 @@ EVENTS: dict[str, tuple[Callable[..., None], bool]] = {
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_what_kept_prefixes_outlive(event: str, watched: list[Any]) -> None:
-    with torch.inference_mode("inference mode" in event):
-        model: Any = FAMILIES[FAMILY]()  # one of its own: its weights are written to
-    layer = model.model.layers[0].self_attn.q_proj
-    layer.disable_adapters, layer.active_adapters = False, ["one"]  # what PEFT puts on the layers that it adapts
-    generator, given = BatchGenerator(model, keep_prefixes=2, kv_memory="4MiB"), questions(document(1))
-    assert [generator.generate(given, max_new_tokens=2).report.cached_tokens for _ in range(2)] == [0, 60]
+    """Changes of a model are those of test_engine_kept_prefixes.py, and of adapters in test_engine_adapters.py."""
+    generator, given = BatchGenerator(build(FAMILY), keep_prefixes=2, kv_memory="4MiB"), questions(document(1))
+    assert [answered(generator, given, 2).cached_tokens for _ in range(2)] == [0, 60]
     happens, outlived = EVENTS[event]
-    happens(model, generator, given)
+    happens(generator, given)
     for cache in watched:
         cache.check_integrity(alive=[])
     for cached in (60 if outlived else 0, 60):
-        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
-        assert result.report.cached_tokens == cached
-        assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
+        assert answered(generator, given).cached_tokens == cached
+
+
+def test_prefixes_of_weights_made_in_inference_mode_which_have_no_versions_are_kept() -> None:
+    with torch.inference_mode():
+        model = FAMILIES[FAMILY]()
+    generator, given = BatchGenerator(model, keep_prefixes=2), questions(document(1))
+    assert [generator.generate(given, max_new_tokens=2).report.cached_tokens for _ in range(2)] == [0, 60]
 
 
 def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None:
@@ -286,12 +261,9 @@ def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None
     page_bytes = BatchGenerator(model).architecture.kv_bytes_per_token * 4
     generator = BatchGenerator(model, keep_prefixes=8, page_size=4, kv_memory=30 * page_bytes)
     for seed in range(4):
-        given = questions(document(seed, 80), 2)
-        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
-        assert_parity(FAMILY, given, result, NEW_TOKENS)
+        answered(generator, questions(document(seed, 80), 2))
     short = questions(document(3, 80)[:20], 2)  # stands on a kept prefix that is far longer than what is read of it
-    result = generator.generate([*short, *questions(document(7, 90), 1)], max_new_tokens=NEW_TOKENS)
-    assert_parity(FAMILY, [*short, *questions(document(7, 90), 1)], result, NEW_TOKENS)
+    answered(generator, [*short, *questions(document(7, 90), 1)])
 
 
 def test_each_report_counts_its_own_call() -> None:
@@ -308,25 +280,6 @@ def test_each_report_counts_its_own_call() -> None:
 
 
 # -- others at the same model ----------------------------------------------------------------------------------
-
-
-def test_an_interrupt_while_a_step_puts_the_model_back_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fingerprint(build(FAMILY))
-    restore, interrupts = AttentionSwap.restore, 0
-
-    def interrupted(self: AttentionSwap) -> None:
-        nonlocal interrupts
-        if self._before is not None and (interrupts := interrupts + 1) == 3:
-            raise KeyboardInterrupt
-        restore(self)
-
-    generator = BatchGenerator(build(FAMILY))
-    monkeypatch.setattr(AttentionSwap, "restore", interrupted)
-    with pytest.raises(GenerationInterrupted):
-        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
-    monkeypatch.undo()
-    assert fingerprint(build(FAMILY)) == before
-    assert_parity(FAMILY, prompts(), generator.generate(prompts(), max_new_tokens=NEW_TOKENS), NEW_TOKENS)
 
 
 class OwnAttention(nn.Module):
@@ -358,19 +311,6 @@ def test_what_an_owner_changes_between_calls_is_seen() -> None:
     ids = torch.tensor([prompt])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0)
     assert generator.generate([prompt] * 3, max_new_tokens=4).token_ids == [expected[0, len(prompt) :].tolist()] * 3
-
-
-def test_prefixes_kept_outside_autocast_are_not_used_inside() -> None:
-    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
-    given = questions(document(1))
-    for _ in range(2):
-        outside = generator.generate(given, max_new_tokens=NEW_TOKENS)
-        assert_parity(FAMILY, given, outside, NEW_TOKENS)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for cached in (0, 60):
-                inside = generator.generate(given, max_new_tokens=NEW_TOKENS)
-                assert inside.report.cached_tokens == cached
-        assert outside.report.cached_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["model", "config"])
