@@ -144,7 +144,9 @@ def _kept(model: Any) -> list[Any]:
 CALLS: dict[str, Callable[[Any], list[Any]]] = {
     "greedy": lambda model: _rows(model, logprobs=2, prompt_logprobs=1),
     "sampled": lambda model: _rows(model, do_sample=True, seed=5, top_p=0.9, num_return_sequences=2),
-    "penalties": lambda model: _rows(model, repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=3),
+    "penalties": lambda model: _rows(
+        model, repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=3, eos_token_id=[5, 17, 40]
+    ),
     "from the prompt": lambda model: _rows(model, encoder_repetition_penalty=1.3),
     "stop strings": lambda model: _rows(model, stop_strings=["e", "bc"]),
     "beams": lambda model: _rows(model, num_beams=3, num_return_sequences=2, eos_token_id=[5, 17, 40]),

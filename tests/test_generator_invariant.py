@@ -7,8 +7,8 @@ import gc
 import importlib.util
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from support_invariant import (
     that_counts_rows,
     told,
 )
+from support_process_states import threads
 from support_untouched import fingerprint
 from support_word_tokenizer import word_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,14 +41,8 @@ from hf_batchllm.model import fixed_attention, fixed_passes
 SEED = 12
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def answers(generator: BatchGenerator, prompt: Any = (5, 6, 7)) -> bool:
+    return bool(generator.generate([list(prompt)], max_new_tokens=2, progress=False)[0].token_ids)
 
 
 def llama(**config: Any) -> Any:
@@ -228,7 +223,7 @@ def test_families_that_are_refused(family: str, why: str) -> None:
         BatchGenerator(model, invariant=True)
     assert fingerprint(model) == before
     with BatchGenerator(model) as generator:
-        assert generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)[0].token_ids
+        assert answers(generator)
 
 
 def hooked(model: Any) -> None:
@@ -266,17 +261,17 @@ OBSTACLES = {
 def test_what_was_done_to_a_model_is_refused(obstacle: Callable[[Any], None]) -> None:
     model = copy.deepcopy(build("llama"))
     with BatchGenerator(model, invariant=True) as generator:
-        assert generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)[0].token_ids
+        assert answers(generator)
         obstacle(model)
         before = fingerprint(model)
         with pytest.raises(UnsupportedModelError, match=OBSTACLES[obstacle]):  # it is seen in the next call, too
-            generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)
+            answers(generator)
     with pytest.raises(UnsupportedModelError, match=OBSTACLES[obstacle]):
         BatchGenerator(model, invariant=True)
     assert fingerprint(model) == before
     if obstacle is not quantised:
         with BatchGenerator(model) as generator:
-            assert generator.generate([[5, 6, 7]], max_new_tokens=2, progress=False)[0].token_ids
+            assert answers(generator)
 
 
 def test_triton_and_odd_values_are_refused() -> None:
@@ -293,10 +288,10 @@ def test_images_are_refused_and_text_is_not() -> None:
     from support_image_prompts import picture, processor_of, shows, user, words
 
     with BatchGenerator(pictured("qwen2_5_vl"), processor_of("qwen2_5_vl"), invariant=True) as generator:
-        told_of = [user(shows(picture(1)), words(5, 6))]
+        told_of = user(shows(picture(1)), words(5, 6))
         with pytest.raises(UnsupportedModelError, match="the vision tower reads as many images at once as fit"):
-            generator.generate(told_of, max_new_tokens=2, progress=False)
-        assert generator.generate([user(words(5, 6))], max_new_tokens=2, progress=False)[0].token_ids
+            answers(generator, told_of)
+        assert answers(generator, user(words(5, 6)))
 
 
 # -- plans, other ways in, interrupts --------------------------------------------------------------------------------
