@@ -117,9 +117,11 @@ class Kernel:
 
 
 @pytest.fixture(autouse=True)
-def no_hook_is_left(kernel: Kernel) -> Iterator[None]:
+def a_generator(kernel: Kernel) -> Iterator[None]:
+    """``gen``, with which all is as before in the end."""
+    kernel.check("gen = new_generator()")
     yield
-    kernel.check("unhook()")
+    kernel.check("assert_as_before(gen); gen.close()")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,7 @@ def kernel() -> Iterator[Kernel]:
 @pytest.mark.some_cases
 @pytest.mark.parametrize("step", [1, 12])
 def test_what_had_finished_is_had_in_the_next_cell(kernel: Kernel, step: int) -> None:
-    kernel.check(f"gen = new_generator(); pausing({step})")
+    kernel.check(f"pausing({step})")
     cell = kernel.run("out = gen.generate(given, **options)")
     assert cell.error == "GenerationInterrupted" and "UserWarning: there are hooks on" in cell.err
     shown = cell.traceback.splitlines()
@@ -158,21 +160,18 @@ assert tokens(first).items() <= expected.items()
 assert gen.interrupted is first and not hasattr(sys.last_value, "result")
 assert_as_before(gen)
 assert gen.interrupted is None
-gen.close()
 """)
 
 
 def test_while_it_plans(kernel: Kernel) -> None:
-    kernel.check("gen = new_generator()")
     cell = kernel.run("gen.generate((wait_here() or prompt for prompt in given), **options)")
     assert cell.traceback == "GenerationInterrupted: interrupted before the first sequence began"
-    kernel.check("assert_as_before(gen); gen.close()")
 
 
 @pytest.mark.parametrize("where", ["in a step", "between results"])
 def test_a_stream(kernel: Kernel, where: str) -> None:
     in_a_step = where == "in a step"
-    kernel.check(f"gen = new_generator(); pausing({12 if in_a_step else 0}); had = []")
+    kernel.check(f"pausing({12 if in_a_step else 0}); had = []")
     cell = kernel.run(f"""
 for generation in gen.stream(given, **options):
     had.append(generation)
@@ -182,19 +181,15 @@ for generation in gen.stream(given, **options):
     assert cell.error == "KeyboardInterrupt"
     assert "in gen.stream(given" in cell.traceback or "wait_here()" in cell.traceback
     assert "hook" not in cell.traceback and "modeling_gemma2" not in cell.traceback
-    kernel.check("""
-assert had and tokens(had).items() <= expected.items()
-assert_as_before(gen)
-gen.close()
-""")
+    kernel.check("assert had and tokens(had).items() <= expected.items()")
 
 
 def test_a_stream_that_has_a_name_stays_open_until_it_is_closed(kernel: Kernel) -> None:
-    kernel.check("gen = new_generator(); stream = gen.stream(given, **options)")
+    kernel.check("stream = gen.stream(given, **options)")
     assert kernel.run("for generation in stream: wait_here()").error == "KeyboardInterrupt"
     cell = kernel.run("gen.close()")
     assert cell.error == "GeneratorBusyError" and "a stream also by its close()" in cell.traceback
-    kernel.check("stream.close(); assert_as_before(gen); gen.close()")
+    kernel.check("stream.close()")
 
 
 @pytest.mark.some_cases
@@ -233,7 +228,7 @@ del frames
 
 
 def test_the_bar_is_one_line_and_not_in_red(kernel: Kernel) -> None:
-    cell = kernel.check("gen = new_generator()\nout = gen.generate(given, progress=True, **options)")
+    cell = kernel.check("out = gen.generate(given, progress=True, **options)")
     assert not cell.err
     widgets = [data for data in cell.shown if "application/vnd.jupyter.widget-view+json" in data]
     if widgets:
@@ -246,7 +241,6 @@ def test_in_a_loop_that_runs(kernel: Kernel) -> None:
     """A kernel runs cells in an event loop, and lets them wait in it."""
     kernel.check("""
 import asyncio
-gen = new_generator()
 async def later():
     await asyncio.sleep(0)
     return gen.generate(given, **options)
@@ -254,14 +248,12 @@ assert asyncio.get_running_loop().is_running()
 assert tokens(await later()) == expected
 assert tokens(await asyncio.to_thread(gen.generate, given, **options)) == expected
 """)
-    kernel.check("assert_as_before(gen); gen.close()")
 
 
 def test_results_show_themselves(kernel: Kernel) -> None:
-    kernel.check("gen = new_generator(); out = gen.generate(given, **options)")
+    kernel.check("out = gen.generate(given, **options)")
     for code in ("gen.plan(given)", "out.report", "out.to_pandas()"):
         (shown,) = kernel.check(code).shown
         assert "text/plain" in shown and "text/html" in shown, code
     (shown,) = kernel.check("out").shown
     assert "BatchResult of 14 generations" in shown["text/plain"]
-    kernel.check("gen.close()")
