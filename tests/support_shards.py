@@ -75,9 +75,12 @@ def shortened(path: Path, lines: int) -> None:
     change_record(path, finished=None, results=None, figures={})
 
 
-def again(generator: BatchGenerator, folder: Path, shard: str, **more: Any) -> Any:
+def again(
+    generator: BatchGenerator, folder: Path, shard: str | None = None, name: str = "out.jsonl", **more: Any
+) -> Any:
+    """A part is run again, or the whole file."""
     given = {"temperature": 0.9, **SETTINGS, **more}
-    return run_file(generator, folder / "in.jsonl", folder / "out.jsonl", shard=shard, **given)
+    return run_file(generator, folder / "in.jsonl", folder / name, shard=shard, **given)
 
 
 def dying(call: Callable[..., Any], left: list[int]) -> Callable[..., Any]:

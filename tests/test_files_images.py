@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support_file_lines import results, write_lines
 from support_image_prompts import generated, model_of, picture, processor_of, shows, user, words
 
 from hf_batchllm import BatchGenerator, run_file
@@ -70,12 +71,7 @@ def image_url(url: str, **more: Any) -> dict[str, Any]:
 
 
 def written(path: Path, *records: Any) -> Path:
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return path
-
-
-def results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return write_lines(path, records)
 
 
 def tokens(*images: Image.Image, new: int = 8) -> list[list[int]]:

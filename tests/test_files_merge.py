@@ -41,7 +41,7 @@ def test_merged_results_are_those_of_one_run(generator: BatchGenerator, folder: 
     assert "Nothing to do" in str(merge_shards(folder / "out.jsonl"))
     for path in folder.glob("*shard*"):
         path.unlink()
-    report = run_file(generator, folder / "in.jsonl", folder / "out.jsonl", temperature=0.9, **SETTINGS)
+    report = again(generator, folder)
     assert report.written == 0 and report.errors == 3 and "complete already" in str(report)
 
 
@@ -106,19 +106,18 @@ def test_tables(generator: BatchGenerator, folder: Path, suffix: str) -> None:
     with pytest.raises(FilesError, match=r"part 3 has 4 of \d+ results"):
         merge_shards(merged)
     assert not merged.exists()
-    given: dict[str, Any] = {"temperature": 0.9, **SETTINGS}
-    run_file(generator, folder / "in.jsonl", one, seed=record_of(folder / "whole.jsonl")["seed"], **given)
+    again(generator, folder, name=one.name, seed=record_of(folder / "whole.jsonl")["seed"])
     read: Callable[[Path], pandas.DataFrame] = pandas.read_csv if suffix == "csv" else pandas.read_parquet
     report = merge_shards(merged, partial=True)
     assert 0 < report.left < 20 and 0 < len(set(read(merged)["index"])) == COUNT - report.left
     unfinished = Path(shutil.copytree(folder, folder.parent / "unfinished"))
-    assert run_file(generator, unfinished / "in.jsonl", unfinished / merged.name, **given).written == report.left
+    assert again(generator, unfinished, name=merged.name).written == report.left
     assert (unfinished / merged.name).read_bytes() == one.read_bytes()
     part_file(folder, 3, name=merged.name).write_bytes(saved)
     assert merge_shards(merged).written == report.left
     assert merged.read_bytes() == one.read_bytes()
     assert "complete already" in str(merge_shards(merged))
-    assert run_file(generator, folder / "in.jsonl", merged, **given).written == 0
+    assert again(generator, folder, name=merged.name).written == 0
 
 
 def test_a_format_of_ones_own(folder: Path) -> None:
@@ -150,11 +149,10 @@ def test_missing_results(generator: BatchGenerator, folder: Path) -> None:
     part_file(by_parts, 4).write_bytes(fourth)
     again(generator, by_parts, "2/4")
     assert merge_shards(by_parts / "out.jsonl").written == report.left
-    given: dict[str, Any] = {"temperature": 0.9, **SETTINGS}
-    assert run_file(generator, folder / "in.jsonl", folder / "out.jsonl", **given).written == report.left
+    assert again(generator, folder).written == report.left
     for place in (folder, by_parts):
         assert (place / "out.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
-        assert run_file(generator, place / "in.jsonl", place / "out.jsonl", **given).written == 0
+        assert again(generator, place).written == 0
 
 
 @pytest.mark.parametrize(
@@ -235,8 +233,7 @@ def test_an_output_of_something_else(generator: BatchGenerator, folder: Path) ->
     with pytest.raises(OutputFileError, match=r"out\.jsonl\.run\.json, which would say"):
         merge_shards(target)
     target.unlink()
-    given: dict[str, Any] = {**SETTINGS, "temperature": 0.9, "limit": 5}
-    run_file(generator, folder / "in.jsonl", target, seed=1, **given)
+    again(generator, folder, seed=1, limit=5)
     kept = target.read_bytes()
     with pytest.raises(RunChangedError, match=r"begun as another run: seed is 1 there and \d+ in the"):
         merge_shards(target)
@@ -245,7 +242,7 @@ def test_an_output_of_something_else(generator: BatchGenerator, folder: Path) ->
     assert (folder / "out.jsonl.bak-1").read_bytes() == kept
     assert target.read_bytes() == (folder / "whole.jsonl").read_bytes()
     target.unlink()  # results of the same run are as good as those of the parts
-    run_file(generator, folder / "in.jsonl", target, seed=record_of(part_file(folder, 1))["seed"], **given)
+    again(generator, folder, seed=record_of(part_file(folder, 1))["seed"], limit=5)
     assert merge_shards(target).before == 5
     assert target.read_bytes() == (folder / "whole.jsonl").read_bytes()
 
