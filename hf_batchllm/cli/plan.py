@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from ..files.records import BadPromptRecord, PromptRecord, check_first_records, make_reader
+from ..files.records import BadPromptRecord, PromptRecord, check_first_records, listed, make_reader
 from ..files.sources import open_source
 from ..inputs.prompt_options import as_lists
 from ..inputs.prompts import Prompt, check_prompts
 from ..notices import Notices
 from ..planning.sharing import plan_sharing
 from ..results.sharing_plan import SharingPlan
+from ..wording import counted
 from .arguments import config_from, plan_parser
 from .console import DONE, SOME_ERRORS, USAGE, Console, UsageError, interruptible, reason
 from .loading import bars_of_loading, check_folders, load_tokenizer
 from .values import FirstRecords, first_records, layout_from, settings_from
 
-_MOST_ERRORS_SHOWN = 8
 _PAGE = """\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
@@ -138,6 +138,4 @@ def _show(asked: argparse.Namespace, file_plan: FilePlan, console: Console) -> N
         print(f"  tokens to compute  {figures['computed_tokens']:>18,}")
         print(f"  tokens saved       {figures['saved_tokens']:>18,}   {figures['saving']:.1%}")
     if errors := file_plan.errors:
-        more = [f"... and {len(errors) - _MOST_ERRORS_SHOWN:,} more"] if len(errors) > _MOST_ERRORS_SHOWN else []
-        headline = f"{len(errors):,} {'lines' if len(errors) > 1 else 'line'} cannot be used:"
-        console.note("\n  ".join([headline, *errors[:_MOST_ERRORS_SHOWN], *more]))
+        console.note(listed(f"{counted(len(errors), 'line')} cannot be used:", errors))

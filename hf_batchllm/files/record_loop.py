@@ -25,7 +25,7 @@ from ..results.generations import Generation
 from ..sampling.nothing_to_draw import NothingToDrawError
 from .output import FileOutput
 from .record_engine import LineConfig, RecordEngine
-from .records import BadPromptRecord, PromptRecord, RecordReader, refusal
+from .records import BadPromptRecord, PromptRecord, RecordReader, listed
 from .report import FileReport
 from .results import ResultWriter
 from .run_options import RunOptions
@@ -123,7 +123,7 @@ class RecordLoop:
             self._without(error, [record for record in records if record.number in self._keys])
         except PromptError as error:
             problems = [f"{records[place].where}: the prompt {why}" for place, why in error.problems.items()]
-            raise refusal(f"{self.source.name} has prompts that cannot be run:", problems) from error
+            raise InputFileError(listed(f"{self.source.name} has prompts that cannot be run:", problems)) from error
         self.report.add(self.engine.last_report)
 
     def _without(self, error: NothingToDrawError, left: Sequence[PromptRecord]) -> None:

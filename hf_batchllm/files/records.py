@@ -27,7 +27,7 @@ _LIKELY_PROMPT_FIELDS = (
 )
 _LOOKED_AT = 20  # records read before a model is loaded
 _FIELDS_SHOWN = 8
-_MOST_PROBLEMS_SHOWN = 8  # bad records spelled out in an error
+_MOST_PROBLEMS_SHOWN = 8
 _SIMILARITY = 0.82
 
 
@@ -280,10 +280,10 @@ def _refuse_media(own: GenerationSettings) -> None:
         raise wrong(kwargs, f"has {shown(name)}: an image is a part of a message, and only images are read")
 
 
-def refusal(headline: str, problems: Sequence[str]) -> InputFileError:
+def listed(headline: str, problems: Sequence[str]) -> str:
     hidden = len(problems) - _MOST_PROBLEMS_SHOWN
     more = [f"... and {hidden:,} more"] if hidden > 0 else []
-    return InputFileError("\n  ".join([headline, *problems[:_MOST_PROBLEMS_SHOWN], *more]))
+    return "\n  ".join([headline, *problems[:_MOST_PROBLEMS_SHOWN], *more])
 
 
 # -- a file's first records --------------------------------------------------------------------------------------------

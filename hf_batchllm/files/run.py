@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import FilesError
+from ..errors import FilesError, InputFileError
 from ..inputs.images.image_sources import ImageSources
 from .output import FileOutput
 from .records import (
@@ -21,8 +21,8 @@ from .records import (
     RecordLayout,
     RecordReader,
     check_first_records,
+    listed,
     make_reader,
-    refusal,
 )
 from .report import FileReport
 from .results import ResultWriter, TokenTexts
@@ -158,4 +158,4 @@ def _refuse_bad_records(reader: RecordReader, source: Source, todo: np.ndarray) 
     found = (reader.read(number, raw) for number, raw in source.read(todo))
     problems = [str(record) for record in found if isinstance(record, BadPromptRecord)]
     if problems:
-        raise refusal(f"{source.name} has records that cannot be run:", problems)
+        raise InputFileError(listed(f"{source.name} has records that cannot be run:", problems))
