@@ -125,6 +125,13 @@ KILLED = {
         "run": {},
         "allowed": ["out.csv.part.jsonl"],
     },
+    "one that retries errors of a table": {
+        "output": "out.csv",
+        "before": {"bad": [3, 5]},
+        "run": {"retry_errors": True},
+        "again": {"retry_errors": True},
+        "allowed": ["out.csv.part.jsonl"],
+    },
 }
 
 
