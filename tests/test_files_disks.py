@@ -22,7 +22,6 @@ from support_file_runs import answer, open_output, results, run, write_input
 
 from hf_batchllm.errors import ConfigError, OutputFileError, OutputWriteError
 from hf_batchllm.files.journal import seconds_between_syncs
-from hf_batchllm.files.run_options import RunOptions
 from hf_batchllm.files.run_record import RunRecord
 from hf_batchllm.files.sources import open_source
 
@@ -265,13 +264,6 @@ def test_stdout(given: str, folder: Path, name: str) -> None:
             process.communicate()
     assert sorted((folder / "redirected").read_bytes().splitlines()) == sorted([*expected, b"before"])
     assert sorted(os.listdir(folder)) == ["in.jsonl", "redirected"], "no run record beside a stream"
-
-
-@pytest.mark.parametrize("name", ["restart", "retry_errors"])
-def test_a_stream_is_neither_begun_afresh_nor_gone_on_with(name: str) -> None:
-    options = RunOptions(**{name: True})  # type: ignore[arg-type]
-    with pytest.raises(OutputFileError, match=f"`{name}` needs an output that can be"):
-        options.check_target("-")
 
 
 def test_what_is_read_is_not_written_to_through_a_descriptor_either(given: str) -> None:

@@ -201,21 +201,17 @@ def test_no_room_for_the_copy_names_the_variable(written, monkeypatch) -> None:
 # Tables
 
 
-def test_csv(written) -> None:
-    data = '\ufeffprompt,id,max_new_tokens\r\n"Hello, ""you""\nthere",a,50\r\n\r\nsecond,,\r\n'
-    path = written(data, "in.csv")
-    assert rows(path) == [
-        {"prompt": 'Hello, "you"\nthere', "id": "a", "max_new_tokens": "50"},
-        {"prompt": "second", "id": None, "max_new_tokens": None},
-    ]
-    with open_source(path) as source:
-        assert source.where(1) == "row 2"
-        assert source.problems == {}
-
-
 @pytest.mark.parametrize(
     ("name", "data", "expected"),
     [
+        (
+            "in.csv",
+            '\ufeffprompt,id,max_new_tokens\r\n"Hello, ""you""\nthere",a,50\r\n\r\nsecond,,\r\n',
+            [
+                {"prompt": 'Hello, "you"\nthere', "id": "a", "max_new_tokens": "50"},
+                {"prompt": "second", "id": None, "max_new_tokens": None},
+            ],
+        ),
         ("in.tsv", "prompt\tid\nhello, you\t1\n", [{"prompt": "hello, you", "id": "1"}]),
         ("in.csv", "prompt;id\nhello, you;1\n", [{"prompt": "hello, you", "id": "1"}]),
         ("in.csv", "prompt\nhello; you\n", [{"prompt": "hello; you"}]),
@@ -228,7 +224,12 @@ def test_csv(written) -> None:
     ],
 )
 def test_csv_as_people_write_it(written, name, data, expected) -> None:
+    before = csv.field_size_limit()
     assert rows(written(data, name)) == expected
+    assert csv.field_size_limit() == before, "the limit of a cell is put back"
+    with open_source(written(data, name)) as source:
+        assert [source.where(number) for number in range(source.count)] == ["row 1", "row 2"][: source.count]
+        assert source.problems == {}
 
 
 def test_a_bad_row_does_not_stop_the_others(written) -> None:
@@ -311,12 +312,6 @@ def test_parquet_without_pyarrow_says_what_to_install(written, monkeypatch) -> N
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(FilesError, match=r"pip install 'hf-batchllm\[files\]'"):
         open_source(written(b"PAR1", "in.parquet"))
-
-
-def test_the_limit_of_a_cell_is_put_back(written) -> None:
-    before = csv.field_size_limit()
-    rows(written("a\n1\n", "in.csv"))
-    assert csv.field_size_limit() == before
 
 
 # Windows
