@@ -22,9 +22,7 @@ from .templates import MissingField, Template, fields_in_words
 PLAIN, OPENAI = "plain", "openai"  # dialects
 ALL_FIELDS = ("all",)
 _PROMPT_FIELDS = ("prompt", "messages")
-_LIKELY_PROMPT_FIELDS = (
-    *("text", "question", "instruction", "input", "query", "content", "document", "sentence", "prompt_token_ids"),
-)
+_LIKELY_PROMPT_FIELDS = ("text", "question", "instruction", "input", "query", "content", "document", "sentence")
 _LOOKED_AT = 20  # records read before a model is loaded
 _FIELDS_SHOWN = 8
 _MOST_PROBLEMS_SHOWN = 8
@@ -236,8 +234,10 @@ class RecordReader:
             return "is a request of an OpenAI batch, but the first line of the file is not: keep the two in two files"
         if near := _misspelt(record, _PROMPT_FIELDS):
             hint = f"did you mean `{near[1]}` by `{near[0]}`?"
+        elif isinstance(record.get("prompt_token_ids"), list):
+            hint = "pass --prompt-field prompt_token_ids, or call it `prompt`, which may hold token ids"
         else:
-            likely = [name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str | list)]
+            likely = [name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)]
             hint = f"pass --prompt-field{f' {likely[0]}' if likely else ''}, or a --template"
         return f"has no `prompt` and no `messages`{has}: {hint}"
 
