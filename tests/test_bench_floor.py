@@ -19,22 +19,17 @@ from hf_batchllm.bench.workload import SHAPES, PromptGroup, Workload, load_model
 from hf_batchllm.patches.fusable_experts import mixtures
 
 RATES = Rates(780e12, 4.2e12)
-LLAMA_8B = Shape(
-    heads=32,
-    head_dim=128,
-    head_weights=4096 * 128256,
-    linear_weights=6_979_321_856,
-    kv_bytes=2 * 8 * 128 * 2 * 32,
-    windows=(None,) * 32,
-)
-QWEN_06B = Shape(
-    heads=16,
-    head_dim=128,
-    head_weights=1024 * 151936,
-    linear_weights=28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072),
-    kv_bytes=2 * 8 * 128 * 2 * 28,
-    windows=(None,) * 28,
-)
+
+
+def dense(hidden: int, heads: int, kv_heads: int, inner: int, layers: int, vocabulary: int) -> Shape:
+    """With heads of 128: q and o, k and v, gate, up and down."""
+    of_a_layer = 2 * hidden * 128 * (heads + kv_heads) + 3 * hidden * inner
+    kv_bytes = 2 * kv_heads * 128 * 2 * layers
+    return Shape(heads, 128, hidden * vocabulary, layers * of_a_layer, kv_bytes, (None,) * layers)
+
+
+LLAMA_8B = dense(4096, 32, 8, 14336, 32, 128256)
+QWEN_06B = dense(1024, 16, 8, 3072, 28, 151936)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +99,10 @@ def test_the_matrices_of_a_mixture_are_all_counted(name: str) -> None:
 
 
 # Of Qwen3-30B-A3B: 48 layers of attention and router; experts of 3 x 2,048 x 768.
-QWEN_30B = Shape(
-    heads=32,
-    head_dim=128,
-    head_weights=2048 * 151936,
-    linear_weights=48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048),
-    kv_bytes=2 * 4 * 128 * 2 * 48,
-    windows=(None,) * 48,
+QWEN_30B = dense(2048, 32, 4, 0, 48, 151936)
+QWEN_30B = replace(
+    QWEN_30B,
+    linear_weights=QWEN_30B.linear_weights + 48 * 128 * 2048,
     mixtures=(Mixture(128, 8, 3 * 2048 * 768),) * 48,
 )
 
@@ -228,8 +220,7 @@ def test_answers_of_different_lengths_cost_what_they_are() -> None:
 
 
 def test_a_window_reads_no_further_than_it_is_wide() -> None:
-    near = Shape(**{**vars(LLAMA_8B), "windows": (64,) * 32})
-    wide = Shape(**{**vars(LLAMA_8B), "windows": (10_000,) * 32})
+    near, wide = (replace(LLAMA_8B, windows=(keys,) * 32) for keys in (64, 10_000))
     group = [PromptGroup(500, [10, 10], [100, 100])]
     assert floor_of(wide, group, RATES) == floor_of(LLAMA_8B, group, RATES)
     needs = floor_of(near, group, RATES)

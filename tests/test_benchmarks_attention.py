@@ -123,27 +123,21 @@ def test_what_is_no_batch_is_refused(text: str) -> None:
         prefill_batch("8x" + text)
 
 
-@pytest.mark.parametrize("text", SMALL)
+PREFILL = {"3x70": {0}, "2x100+3x20": {0, 100}, "1x33@90": {90}, "2x70+1x40@10": {10, 80}}  # first positions
+
+
+@pytest.mark.parametrize("text", [*SMALL, *PREFILL])
 def test_tokens_and_pairs_are_those_that_the_rows_read(text: str) -> None:
-    batch = decode_batch(text)
-    seen = [set(slots) for slots in batch.slots]
-    assert [len(each) for each in seen] == batch.lengths.tolist(), "a row meets a slot twice"
-    assert batch.pairs == sum(map(len, seen))
+    """A row sees its prefixes, and of what it owns as far as itself."""
+    batch = prefill_batch(text) if text in PREFILL else decode_batch(text)
+    pairs = zip(batch.slots, batch.readers.rows, strict=True)
+    seen = [set(slots[: len(slots) - rows + 1 + row]) for slots, rows in pairs for row in range(rows)]
+    assert len(seen) == batch.total_rows and batch.pairs == sum(map(len, seen)), "a row meets a slot twice"
     assert batch.unique_tokens == len(set().union(*seen))
-    assert max(set().union(*seen)) < batch.pages * PAGE
-
-
-@pytest.mark.parametrize(
-    ("text", "first"), [("3x70", {0}), ("2x100+3x20", {0, 100}), ("1x33@90", {90}), ("2x70+1x40@10", {10, 80})]
-)
-def test_a_prompt_sees_its_prefix_and_itself_as_far_as_each_row(text: str, first: set[int]) -> None:
-    batch = prefill_batch(text)
-    assert str(batch) == text
-    seen = [slots[: len(slots) - rows + 1 + row] for slots, rows in zip(batch.slots, batch.readers.rows, strict=True)
-            for row in range(rows)]  # fmt: skip
-    assert len(seen) == batch.total_rows and sum(map(len, seen)) == batch.pairs
-    assert len(set().union(*seen)) == batch.unique_tokens
-    assert set(batch.lengths - batch.readers.rows) == first
+    assert max(set().union(*seen)) < batch.pages * PAGE and str(batch) == text
+    assert [len(set(slots)) for slots in batch.slots] == batch.lengths.tolist()
+    if text in PREFILL:
+        assert set(batch.lengths - batch.readers.rows) == PREFILL[text]
 
 
 def test_the_floor_is_the_larger_of_reading_and_computing() -> None:
@@ -186,10 +180,7 @@ def test_other_pages_hold_the_same(batch: Batch, size: int) -> None:
         mine = paging.source[paging.page[paging.begin[i] : paging.begin[i + 1]]].ravel()
         assert np.array_equal(mine[: len(mine) - size + paging.last[i]], slots)
     assert sorted(set(paging.page)) == list(range(len(paging.source)))
-
-
-def test_prefixes_are_shared_there_as_far_as_their_pages_are_full() -> None:
-    paging = rivals.repage(decode_batch("2x3:100+30").slots, 16)
+    paging = rivals.repage(decode_batch("2x3:100+30").slots, 16)  # prefixes are shared as far as their pages are full
     assert len(paging.source) == 2 * (6 + 3 * 3)  # 6 full pages of a prefix; 4 + 30 tokens for each row
 
 
