@@ -179,6 +179,7 @@ def measure(run: Run, model: Any, row: Measurement, runs: int, rival: bool = Fal
     """Adds several runs to ``row``, after one over a few prompts that compiles kernels. A rival may fail."""
     cuda, prompts, answers = model.device.type == "cuda", row.workload.prompts(words_of(model)), row.workload.answers
     few, new = (32, 32) if cuda and not rival else (2, 2)
+    print(f"{row.name} ...", flush=True)
     free_memory(model.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(model.device)
