@@ -123,23 +123,20 @@ class Workload:
     def groups(self) -> list[PromptGroup]:
         dice, found = random.Random(self.seed), []
 
-        def draw(median: float, spread: float, least: int, most: float = math.inf) -> int:
-            return int(min(max(round(dice.lognormvariate(math.log(median), spread)), least), most))
+        def draw(median: float, spread: float, least: float = 0, most: float = math.inf) -> float:
+            return min(max(dice.lognormvariate(math.log(median), spread), least), most)
 
         for begin in range(0, self.requests, self.degree):
             size = min(self.degree, self.requests - begin)
             shared, own, new = self.shared, [self.own] * size, [self.new] * size
             if self.kind == "sharegpt":  # up to 2,048 the means are about 220 and 200
-                own = [draw(100 * self.own / 2048, 1.3, 4, self.own)]
-                new = [draw(112 * self.new / 2048, 1.1, 4, self.new)]
+                own = [round(draw(100 * self.own / 2048, 1.3, 4, self.own))]
+                new = [round(draw(112 * self.new / 2048, 1.1, 4, self.new))]
             elif self.kind == "mixed":  # together, the spreads between groups and within them are those of chats
-                shared = draw(self.shared, 0.5, 0)
-                medians = [
-                    dice.lognormvariate(math.log(many), spread)
-                    for many, spread in ((self.own, 0.5), (self.new / 10, 0.8))
-                ]
+                shared = round(draw(self.shared, 0.5))
+                medians = draw(self.own, 0.5), draw(self.new / 10, 0.8)
                 for at in range(size):
-                    new[at], own[at] = draw(medians[1], 0.8, 10, self.new), draw(medians[0], 0.5, 1)
+                    new[at], own[at] = round(draw(medians[1], 0.8, 10, self.new)), round(draw(medians[0], 0.5, 1))
             found.append(PromptGroup(shared, own, new))
         return found
 
