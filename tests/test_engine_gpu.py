@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_calls import as_generate
 from support_families import PROMPT_KINDS, build, family_params, random_prompts
 from support_parity import KINDS_OF_ATTENTION, assert_parity, pages_of_memory
 from support_parity import watched as watched  # a fixture
@@ -30,11 +31,13 @@ def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return copy.deepcopy(build(family)).to("cuda", dtype)
 
 
+def as_on_a_cpu(family: str, prompts: Any, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    as_generate(family, prompts, NEW_TOKENS, config, model=on_gpu(family, dtype))
+
+
 @pytest.mark.parametrize("family", family_params())
 def test_float32_tokens_are_those_of_generate_on_a_cpu(family: str, watched: list[Any]) -> None:
-    prompts = mixed_prompts()
-    generator = BatchGenerator(on_gpu(family), page_size=16, max_batch_tokens=200)
-    assert_parity(family, prompts, generator.generate(prompts, max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+    as_on_a_cpu(family, mixed_prompts(), {"page_size": 16, "max_batch_tokens": 200})
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
@@ -54,9 +57,7 @@ def test_float32_tokens_are_those_of_generate_on_a_cpu(family: str, watched: lis
 def test_budgets_page_sizes_and_backends_change_nothing(
     family: str, config: dict[str, Any], watched: list[Any]
 ) -> None:
-    prompts = mixed_prompts(3)
-    generator = BatchGenerator(on_gpu(family), **config)
-    assert_parity(family, prompts, generator.generate(prompts, max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+    as_on_a_cpu(family, mixed_prompts(3), config)
 
 
 def test_a_page_size_that_the_kernels_cannot_do_is_said() -> None:
@@ -67,11 +68,8 @@ def test_a_page_size_that_the_kernels_cannot_do_is_said() -> None:
 
 
 def test_a_dtype_that_the_kernels_cannot_do_is_said() -> None:
-    prompts = mixed_prompts(1)
-    generator = BatchGenerator(on_gpu("llama", torch.float64), page_size=16)
     with pytest.warns(UserWarning, match="LlamaAttention runs in plain PyTorch.*float64"):
-        result = generator.generate(prompts, max_new_tokens=NEW_TOKENS)
-    assert_parity("llama", prompts, result, NEW_TOKENS)
+        as_on_a_cpu("llama", mixed_prompts(1), {"page_size": 16}, torch.float64)
 
 
 @pytest.mark.parametrize("page_size", [8, 16])

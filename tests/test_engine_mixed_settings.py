@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_calls import noted
 from support_device_loop import assert_best, assert_same_rows, model_on, rows_of
 from support_device_loop import device as device  # a fixture
 from support_families import build, family_params
@@ -50,19 +51,13 @@ AHEAD: list[bool] = []  # of each engine, whether its tokens were picked on the 
 
 @pytest.fixture(autouse=True)
 def launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    AHEAD.clear()
-    init = Engine.__init__
-
-    def noted(self: Engine, scheduler: Any, builder: Any, launcher: Any, *rest: Any) -> None:
-        AHEAD.append(isinstance(launcher, RunAhead))
-        init(self, scheduler, builder, launcher, *rest)
-
-    monkeypatch.setattr(Engine, "__init__", noted)
+    global AHEAD
+    AHEAD = noted(monkeypatch, Engine, "__init__", lambda *given: isinstance(given[3], RunAhead))
 
 
 def generated(device: str, family: str, prompts: Any, configs: Any, **how: Any) -> Any:
     with BatchGenerator(model_on(device, family), page_size=8, min_shared_tokens=1, **how) as generator:
-        result = generator.generate(prompts, configs, seed=5, progress=False)
+        result = generator.generate(prompts, configs, seed=5)
     assert AHEAD[-1]
     return result
 
@@ -127,13 +122,7 @@ def test_limits_and_ends_of_their_own(device: str) -> None:
 
 def test_equal_settings_cost_what_one_costs(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A list of configs that say the same is one kind: nothing is looked up for each row."""
-    made, init = [], DeviceSampler.__init__
-
-    def noted(self: DeviceSampler, *given: Any) -> None:
-        init(self, *given)
-        made.append(self)
-
-    monkeypatch.setattr(DeviceSampler, "__init__", noted)
+    made = noted(monkeypatch, DeviceSampler, "__init__", lambda self, *_: self, after=True)
     prompts = mixed_prompts(2)
     config = GenerationConfig(do_sample=True, top_p=0.9, max_new_tokens=6, eos_token_id=3, pad_token_id=0)
     same = generated(device, "llama", prompts, [copy.deepcopy(config) for _ in prompts], steps_per_sync=8)
@@ -142,13 +131,7 @@ def test_equal_settings_cost_what_one_costs(monkeypatch: pytest.MonkeyPatch, dev
 
 
 def test_bits_are_kept_for_those_with_a_penalty_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    made, init = [], SeatedSampler.__init__
-
-    def noted(self: SeatedSampler, *given: Any) -> None:
-        init(self, *given)
-        made.append(self)
-
-    monkeypatch.setattr(SeatedSampler, "__init__", noted)
+    made = noted(monkeypatch, SeatedSampler, "__init__", lambda self, *_: self, after=True)
     prompts = mixed_prompts(2)
     configs = [
         GenerationConfig(max_new_tokens=4, repetition_penalty=1.0 if at % 5 else 1.3) for at in range(len(prompts))
@@ -206,7 +189,7 @@ def test_a_mixed_batch_draws_what_it_should_native() -> None:
     for config in each:
         config.num_return_sequences = 10 if config.do_sample else 1
     with BatchGenerator(forgetful.model, steps_per_sync=8, page_size=16) as generator:
-        result = list(generator.generate(prompts, each, seed=4, progress=False))
+        result = list(generator.generate(prompts, each, seed=4))
     assert AHEAD == [True]
     for number, options in enumerate(kinds):
         tokens = [row.token_ids for row in result if row.index % len(configs) == number]

@@ -1,4 +1,4 @@
-"""A streamer is told what ``generate`` tells it, in the same order."""
+"""What a call hands out: a streamer is told what ``generate`` tells it, in the same order; and lists of token ids."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import copy
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support_calls import answers
 from support_device_loop import device as device  # a fixture
 from support_families import build
 from support_kernels import plain
@@ -15,6 +19,7 @@ from support_letter_tokenizers import letter_tokenizer
 from transformers import TextIteratorStreamer, TextStreamer
 
 from hf_batchllm import BatchGenerator, accelerated
+from hf_batchllm.engine.id_lists import IdLists
 from hf_batchllm.errors import OptionValueError
 
 pytestmark = [plain, pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")]
@@ -71,14 +76,11 @@ def test_tokens_of_bursts_come_in_order(steps: int, device: str) -> None:
     recorder, model = Recorder(), build(FAMILY)
     if device != "cpu":
         model = torch.nn.Module.to(copy.deepcopy(model), device)
-    generator = BatchGenerator(model, steps_per_sync=steps)
-    result = generator.generate([PROMPT], max_new_tokens=30, streamer=recorder, stopping_criteria=[_fifteen])
+    given = {"max_new_tokens": 30, "streamer": recorder, "stopping_criteria": [_fifteen]}
+    result = answers(model, [PROMPT], {"steps_per_sync": steps}, **given)
     assert len(result[0].token_ids) == 15
-    assert recorder.told == [
-        (torch.long, [PROMPT]),
-        *((torch.long, [token]) for token in result[0].token_ids),
-        "end",
-    ]
+    each = [(torch.long, [token]) for token in result[0].token_ids]
+    assert recorder.told == [(torch.long, [PROMPT]), *each, "end"]
 
 
 def _fifteen(ids: torch.Tensor, scores: Any, **rest: Any) -> bool:
@@ -108,10 +110,9 @@ def test_a_streamer_that_breaks(at: int) -> None:
 
 
 def test_who_waits_for_a_streamer_is_told_of_an_end_when_the_time_is_over_and_when_a_prompt_cannot_be_run() -> None:
-    with BatchGenerator(build(FAMILY)) as generator:
-        recorder = Recorder()
-        generator.generate([PROMPT], max_new_tokens=12, max_time=-1, streamer=recorder)
-        assert recorder.told == [(torch.long, [PROMPT]), "end"]
+    recorder = Recorder()
+    answers(FAMILY, [PROMPT], max_new_tokens=12, max_time=-1, streamer=recorder)
+    assert recorder.told == [(torch.long, [PROMPT]), "end"]
 
 
 class NoAttention(torch.nn.Module):
@@ -140,3 +141,21 @@ def test_one_sequence_at_a_time() -> None:
             generator.generate(input_ids=torch.tensor([PROMPT, PROMPT]), streamer=Recorder(), max_new_tokens=2)
         with pytest.raises(OptionValueError, match=r"`streamer` must have put\(\) and end\(\), and is a list"):
             generator.generate([PROMPT], streamer=[], max_new_tokens=2)
+
+
+# -- lists of token ids: right, and each the user's own, whatever neighbours have in common -------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20))
+def test_each_list_has_its_ids_and_is_the_users_own(prompts: list[list[int]]) -> None:
+    lists = IdLists()
+    for prompt in prompts:
+        made = lists.of(np.array(prompt, dtype=np.int32))
+        assert made == prompt and all(type(token) is int for token in made)
+        made.clear()  # the next ones do not notice
+
+
+def test_a_common_beginning_is_made_once() -> None:
+    lists = IdLists()
+    first, second = (lists.of(np.array([1000, 2000, 3000, last], dtype=np.int32)) for last in (4000, 5000))
+    assert [one is other for one, other in zip(first, second, strict=True)] == [True, True, True, False]
