@@ -1,35 +1,41 @@
-"""Steps launched before the tokens of earlier ones have been seen: the same tokens, whatever ends and whenever."""
+"""Steps launched before the tokens of earlier ones have been seen: the same tokens, whatever ends and whenever.
+
+And where something odd happens: errors, refused prompts, owners who change their model.
+"""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from support_calls import answers, as_generate, noted
+from support_decode_graphs import captured as captured  # a fixture
+from support_decode_graphs import graphs as graphs  # a fixture
 from support_device_loop import assert_best
-from support_families import build, family_params, random_prompts, reference_generate
-from support_parity import assert_parity, each_config_with_some, mixed_prompts, pages_of_memory
+from support_families import FAMILIES, build, family_params, random_prompts, reference_generate
+from support_kernels import plain
+from support_parity import each_config_with_some, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.progress import Progress
+from hf_batchllm.model.owners_state import OwnersState
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 
+pytestmark = plain
 NEW_TOKENS = 8
+STOPS = list(range(0, 97, 2))
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """Every engine that ran."""
-    seen: list[Engine] = []
-    run = Engine.run
-
-    def noted_run(self: Engine, *arguments: Any) -> Any:
-        seen.append(self)
-        return run(self, *arguments)
-
-    monkeypatch.setattr(Engine, "run", noted_run)
-    return seen
+    return noted(monkeypatch, Engine, "run", lambda self, *_: self)
 
 
 DEPTHS_AND_CONFIGS: list[tuple[int, dict[str, Any]]] = [
@@ -44,11 +50,9 @@ def test_tokens_are_those_of_generate(
 ) -> None:
     depth, config = depth_and_config
     prompts = mixed_prompts(3)
-    generator = BatchGenerator(build(family), steps_per_sync=depth, **config)
-    result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
+    result = as_generate(family, prompts, NEW_TOKENS, {"steps_per_sync": depth, **config})
     assert engines[0].depth == depth
-    assert_parity(family, prompts, result, NEW_TOKENS)
-    assert result.report.computed_tokens == generator.plan(prompts).computed_tokens
+    assert result.report.computed_tokens == BatchGenerator(build(family), **config).plan(prompts).computed_tokens
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
@@ -57,12 +61,11 @@ def test_tokens_are_those_of_generate(
 @pytest.mark.parametrize("family", family_params(["llama", "gemma2"]))
 def test_requests_that_end_at_any_step(family: str, depth: int, watched: list[Any], engines: list[Engine]) -> None:
     """Half of all tokens end an answer. What runs beyond the end is counted, and belongs to no answer."""
-    prompts, stops = mixed_prompts(4), list(range(0, 97, 2))
-    generator = BatchGenerator(build(family), steps_per_sync=depth, page_size=8)
-    result = generator.generate(prompts, max_new_tokens=30, eos_token_id=stops, progress=False)
-    assert_best("cpu", family, prompts, result, 30, stops)
+    prompts, config = mixed_prompts(4), {"steps_per_sync": depth, "page_size": 8}
+    result = answers(family, prompts, config, max_new_tokens=30, eos_token_id=STOPS)
+    assert_best("cpu", family, prompts, result, 30, STOPS)
     assert engines[0].idle_tokens > 0
-    assert result.report.computed_tokens == generator.plan(prompts).computed_tokens
+    assert result.report.computed_tokens == BatchGenerator(build(family), **config).plan(prompts).computed_tokens
 
 
 @pytest.mark.some_cases
@@ -72,30 +75,16 @@ def test_preempted_requests_are_computed_again_from_tokens_that_were_seen(
 ) -> None:
     rng = random.Random(2)
     prompts = [prompt for kind in ("nested", "distinct") for prompt in random_prompts(rng, 97, kind, 8)]
-    memory = pages_of_memory(build(family), 20, 8)
-    options = {"kv_memory": memory, "page_size": 8, "min_shared_tokens": 1, "steps_per_sync": depth}
-    result = BatchGenerator(build(family), **options).generate(
-        prompts, max_new_tokens=40, eos_token_id=1000, progress=False
-    )
+    config = {"kv_memory": pages_of_memory(build(family), 20, 8), "page_size": 8, "min_shared_tokens": 1}
+    result = as_generate(family, prompts, 40, config | {"steps_per_sync": depth}, eos_token_id=1000)
     assert result.report.preemptions > 0
-    assert_parity(family, prompts, result, 40)
     assert watched[0].free_pages == watched[0].num_pages
-
-
-def test_one_long_answer_among_short_ones(watched: list[Any]) -> None:
-    prompts = mixed_prompts(2)
-    lengths = {0: 60}
-    generator = BatchGenerator(build("llama"), steps_per_sync=4, page_size=8)
-    long = generator.generate(prompts[:1], max_new_tokens=lengths[0], progress=False)
-    assert_parity("llama", prompts[:1], long, lengths[0])
 
 
 def test_what_needs_the_host_is_not_run_ahead(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_batchllm.sampling.device_options._KEPT_BYTES", 10)
-    prompts = mixed_prompts(1)
-    generator = BatchGenerator(build("llama"), steps_per_sync=4)
-    generator.generate(prompts, max_new_tokens=3, repetition_penalty=1.2, progress=False)
-    generator.generate(prompts, max_new_tokens=3, progress=False)
+    for options in ({"repetition_penalty": 1.2}, {}):
+        answers("llama", mixed_prompts(1), {"steps_per_sync": 4}, max_new_tokens=3, **options)
     assert [engine.depth for engine in engines] == [1, 4]
 
 
@@ -117,8 +106,7 @@ def test_what_looks_back_looks_at_tokens_that_nobody_has_seen(
     memory = pages_of_memory(model, 20, 8)
     alone = [reference_generate(model, prompt, **options) for prompt in prompts]
     for config in ({"steps_per_sync": 4}, {"steps_per_sync": 3, "kv_memory": memory, "page_size": 8}):
-        result = BatchGenerator(model, **config).generate(prompts, progress=False, **options)
-        assert result.token_ids == alone
+        assert answers(model, prompts, config, **options).token_ids == alone
     assert all(engine.depth > 1 for engine in engines)
 
 
@@ -128,9 +116,132 @@ class Plain(FifoScheduler):
     runs_ahead = False
 
 
-@pytest.mark.parametrize(("scheduler", "depth"), [(Plain(), 1), (GroupScheduler(), 4)])
-def test_a_scheduler_says_whether_it_can_do_without_tokens(scheduler: Any, depth: int, engines: list[Engine]) -> None:
-    prompts = mixed_prompts(2)
-    generator = BatchGenerator(build("llama"), steps_per_sync=4, scheduler=scheduler)
-    assert_parity("llama", prompts, generator.generate(prompts, max_new_tokens=5, progress=False), 5)
+class Forgetful:
+    """One that cannot say what it must know."""
+
+    runs_ahead = True
+
+    def __init__(self) -> None:
+        inner = GroupScheduler()
+        self.start, self.next, self.finish = inner.start, inner.next, inner.finish
+
+
+@pytest.mark.parametrize(("scheduler", "depth"), [(Plain, 1), (Forgetful, 1), (GroupScheduler, 4)])
+def test_a_scheduler_says_whether_it_can_do_without_tokens(
+    scheduler: type[Any], depth: int, engines: list[Engine]
+) -> None:
+    as_generate("llama", mixed_prompts(2), 5, {"steps_per_sync": 4, "scheduler": scheduler()})
     assert engines[0].depth == depth
+
+
+# -- where something odd happens -------------------------------------------------------------------------------
+
+
+def some(count: int, seed: int = 3, longest: int = 6) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 97) for _ in range(rng.randint(3, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_error_in_a_step_leaves_the_grad_mode(depth: int) -> None:
+    model = build("llama")
+    try:
+        with model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+            answers(model, [[1, 2, 3]], {"steps_per_sync": depth}, max_new_tokens=3)
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.7}])
+def test_prompts_that_are_refused_leave_the_seats_of_the_others(options: dict[str, Any]) -> None:
+    model = build("llama")
+    prompts = [list(range(begin, 90)) for begin in (1, 2, 3)] + [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    config = {"kv_memory": pages_of_memory(model, 4, 8), "page_size": 8}
+    one, two = (
+        answers(model, prompts, config | {"steps_per_sync": depth}, max_new_tokens=6, on_error="record", **options)
+        for depth in (1, 2)
+    )
+    assert one.token_ids == two.token_ids
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("seed", [22, 23, 32, 38])
+def test_nothing_is_preempted_unseen_beside_kept_prefixes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept prefix on which only waiting requests stand is no page that a running one could have."""
+    preempted = noted(monkeypatch, GroupScheduler, "_preempt", lambda self, request: request.pending)
+    rng, model = random.Random(seed), build("llama")
+    groups = [[rng.randrange(1, 97) for _ in range(24)] for _ in range(3)]
+    prompts = [group + [rng.randrange(1, 97) for _ in range(3)] for group in groups for _ in range(4)]
+    config = {"page_size": 8, "kv_memory": pages_of_memory(model, 18, 8), "min_shared_tokens": 4, "keep_prefixes": 4}
+    results = []
+    for depth in (1, 6):
+        generator = BatchGenerator(model, steps_per_sync=depth, **config)
+        generator.generate(prompts, max_new_tokens=2)
+        options = {"max_new_tokens": 40, "eos_token_id": list(range(0, 97, 20))}
+        results.append(generator.generate(prompts, **options).token_ids)
+    assert results[0] == results[1] and not any(preempted)
+
+
+def test_the_report_of_a_stream_that_was_left_counts_no_step_ahead_as_computed_prompt() -> None:
+    generator = BatchGenerator(build("llama"), steps_per_sync=50)
+    stream: Any = generator.stream(some(16), max_new_tokens=100, eos_token_id=[0, 1000])
+    next(stream)
+    stream.close()
+    report = generator.last_report
+    assert report.computed_tokens <= report.prompt_tokens
+    assert report.saving >= 0
+
+
+def test_the_bar_ends_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = noted(
+        monkeypatch, Progress, "step", lambda self, *_: (self._bar.n, self._bar.total, self._written), after=True
+    )
+    result = answers("llama", some(16), {"steps_per_sync": 8}, max_new_tokens=60, eos_token_id=STOPS, progress=True)
+    assert seen[-1][2] == result.report.new_tokens
+    assert all(n <= total for n, total, _ in seen)
+
+
+def test_a_request_that_has_stopped_waits_for_nothing() -> None:
+    request = Request(0, np.arange(4), 9)
+    request.computed = 4
+    request.expect()
+    request.computed = 5
+    request.expect()
+    request.append(7, is_stop=True)
+    assert request.done and request.pending == 0 and request.length == 5
+
+
+def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
+    model, device = FAMILIES["llama"](), torch.device("cpu")
+
+    class Adapted(torch.nn.Module):
+        """As PEFT's layers are."""
+
+        active = "one"
+
+        @property
+        def disable_adapters(self) -> bool:
+            return False
+
+        @property
+        def active_adapters(self) -> str:
+            return self.active
+
+    model.model.layers[0].extra = Adapted()
+    states = [OwnersState(model, device)]
+    assert states[0].change(model) is None
+
+    def then(change: Any) -> None:
+        change()
+        assert all(state.change(model) is not None for state in states)
+        states.append(OwnersState(model, device))
+
+    then(model.train)
+    then(lambda: setattr(model.model.layers[0].extra, "active", "two"))
+    then(lambda: model.lm_head.register_forward_hook(lambda *_: None))
+    then(lambda: setattr(model.model.norm, "forward", model.model.norm.forward))
+    then(lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()))
+    then(lambda: model.model.register_buffer("more", torch.zeros(1)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        then(lambda: None)
