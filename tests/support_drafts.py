@@ -6,22 +6,25 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from support_calls import answers, told
 from support_device_loop import model_on
 from support_families import random_prompts
 
-from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm import BatchResult
 from hf_batchllm.engine.cost import StepSeconds
 from hf_batchllm.engine.device_loop.steps_as_graphs import StepsAsGraphs
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.drafts import Drafts
 from hf_batchllm.planning.requests_and_prefixes import Request
-from hf_batchllm.planning.step import Chunk
+from hf_batchllm.planning.step import Step
 from hf_batchllm.sampling.text_lookup import TextLookup
 
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
 NEW_TOKENS = 40
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequences": 2}
+GREEDY_AND_SAMPLED = pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 ON_A_GPU = {"page_size": 16, "steps_per_sync": 3}  # as on a CPU, so that guesses begin as early
 
 
@@ -47,55 +50,105 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     always_pay(monkeypatch)
 
 
-def guess_from(answers: BatchResult, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+def guess_from(known_answers: BatchResult, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     """Guesses are what an answer goes on with, but for some tokens."""
     dice = random.Random(7)
-    known = {(tuple(PROMPTS[each.index]), each.sample): each.token_ids for each in answers}
+    known = {(tuple(PROMPTS[each.index]), each.sample): each.token_ids for each in known_answers}
 
     def guess(self: TextLookup, sample: int, generated: Sequence[int], most: int) -> list[int]:
         if dice.random() < 0.2:
             return []
         rest = known[tuple(self._prompt), sample][len(generated) :]
-        some = [*rest, *[dice.randrange(97) for _ in range(3)]][: dice.randint(1, most)]
+        some = [*rest, *[dice.randrange(97) for _ in range(3)]][: dice.randint(1, most)]  # some go beyond the end
         return [dice.randrange(97) if dice.random() < wrong else token for token in some]
 
     monkeypatch.setattr(TextLookup, "guess", guess)
 
 
 def both(
-    device: str,
+    device: str | None,
     monkeypatch: pytest.MonkeyPatch,
     config: dict[str, Any],
     wrong: float = 0.2,
     family: str = "llama",
     guessed: int = 5,
     **options: Any,
-) -> tuple[BatchResult, BatchResult]:
-    """Without drafts, and with drafts of which some are wrong."""
-    options = {"max_new_tokens": NEW_TOKENS, "progress": False, **options}
-    model = model_on(device, family)
-    with BatchGenerator(model, **ON_A_GPU | config) as generator:
-        plain = generator.generate(PROMPTS, **options)
-    with monkeypatch.context() as patch, BatchGenerator(model, **ON_A_GPU | config) as generator:
+) -> tuple[Any, Any]:
+    """Without drafts, and with drafts of which some are wrong. Without a ``device`` steps run one by one on a CPU."""
+    options = {"max_new_tokens": NEW_TOKENS, **options}
+    model, config = model_on(device or "cpu", family), (ON_A_GPU if device else {}) | config
+    plain = answers(model, PROMPTS, config, **options)
+    with monkeypatch.context() as patch:
         guess_from(plain, patch, wrong)
-        drafted = generator.generate(PROMPTS, prompt_lookup_num_tokens=guessed, **options)
+        drafted = answers(model, PROMPTS, config, prompt_lookup_num_tokens=guessed, **options)
     return plain, drafted
 
 
-def assert_same(plain: BatchResult, drafted: BatchResult) -> None:
-    assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
-    assert drafted.report is not None and drafted.report.accepted_tokens > 0
+def assert_same(plain: Any, drafted: Any) -> None:
+    assert told(plain) == told(drafted)
+    ours, theirs = drafted.report, plain.report
+    assert 0 < ours.accepted_tokens <= ours.drafted_tokens and theirs.drafted_tokens == 0
+    assert ours.new_tokens == theirs.new_tokens
+    if not ours.preemptions + theirs.preemptions:
+        assert ours.computed_tokens == theirs.computed_tokens
+    assert f"{ours.accepted_tokens:,} of them right" in str(ours)
 
 
-def take_guesses(drafts: Drafts, chunks: Sequence[Chunk], token: Callable[[], int]) -> int:
-    """In a simulation: of answers with a guess, whose next token is there, as many more as are guessed. Gives how many.
+def requests_of(rows: int, most: int = 10**6) -> list[Request]:
+    return [Request(place, np.array([1, 2, 3], dtype=np.int32), most) for place in range(rows)]
 
-    A guess is of 1s.
+
+GIVEN: tuple[Any, ...] = (lambda _: 8, lambda _: 3)  # to drafts: how many tokens they guess and look for
+
+
+def seconds_of(
+    make: Callable[[list[Request], Clock, random.Random], Drafts],
+    right: float,
+    rows: int,
+    each: float,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    times: int = 1,
+    host: float = 0.0,
+    size_of: Callable[[int], int] = int,
+    paused: float = 0.0,
+) -> float:
+    """How many times as long calls take with these drafts, which guess 1s: each is right with this chance. A step takes
+    1 second and each of its tokens so many beside, and the host so many between two steps that it waits for.
     """
+    with monkeypatch.context() as patch:
+        clock, dice, requests = Clock(patch), random.Random(3), requests_of(rows)
+        for request in requests:
+            request.generated, request.computed = [1], 4
+        drafts = make(requests, clock, dice)
+
+        def token() -> int:
+            return 1 if dice.random() < right else 2
+
+        while sum(len(request.generated) for request in requests) < 700 * rows:
+            step, waited = Step(requests), drafts.must_know
+            step.times = drafts.most_times(step, times)
+            step = drafts.added(step)
+            began, clock.now = clock.now, clock.now + (host if waited else 0.0)
+            launched = clock.now
+            drafts.launched(step)
+            clock.now += step.times * (1 + each * (size_of(step.tokens) if step.room is None else step.room.size))
+            if not step.is_drafted:
+                drafts.before(step)
+            for request in requests:
+                request.generated += [token() for _ in range(step.times)]
+            gained = _take_guesses(drafts, step, token) if step.is_drafted else 0
+            drafts.ran(step, began, launched, len(step.rows) + gained, True)
+        without = sum(len(request.generated) for request in requests) / rows * (1 + each * size_of(rows))
+        assert drafts.saved_seconds == pytest.approx(without - (clock.now - paused), abs=0.03 * without)
+        return clock.now / without
+
+
+def _take_guesses(drafts: Drafts, step: Step, token: Callable[[], int]) -> int:
+    """Of answers with a guess, whose next token is there, as many more as are guessed right. Gives how many."""
     gained = 0
-    for chunk in chunks:
+    for chunk in step.drafts or step.chunks:
         accepted = 0
-        assert isinstance(chunk.unit, Request)
         while accepted < len(chunk.draft) and chunk.unit.generated[-1] == 1:
             chunk.unit.generated.append(token())
             accepted += 1

@@ -9,27 +9,33 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support_calls import answers, failing, told
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
-from support_drafts import Clock, always_pay, take_guesses
+from support_drafts import (
+    GIVEN,
+    GREEDY_AND_SAMPLED,
+    NEW_TOKENS,
+    ON_A_GPU,
+    PROMPTS,
+    SAMPLED,
+    Clock,
+    always_pay,
+    seconds_of,
+)
 from support_families import FAMILIES, build, random_prompts
 from support_letter_tokenizers import letter_tokenizer
 from transformers import TextStreamer
 
-from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.drafts import assistant as assistant_module
 from hf_batchllm.engine.drafts.assistant import Assistant
 from hf_batchllm.engine.drafts.assisted import Assisted, AssistedAhead, AssistedDrafts
 from hf_batchllm.planning.requests_and_prefixes import Request
-from hf_batchllm.planning.step import Step
 
-PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
-NEW_TOKENS = 40
-SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequences": 2}
-PAGES = {"page_size": 16, "steps_per_sync": 3}  # on a GPU as on a CPU, so that guesses begin as early
+ASKED: dict[str, Any] = {"max_new_tokens": NEW_TOKENS}
 
 
 @pytest.fixture
@@ -55,15 +61,12 @@ def twin_of(model: Any, noise: float = 0.0) -> Any:
     return twin
 
 
-def told(result: BatchResult) -> list[Any]:
-    return [(each.token_ids, each.finish_reason) for each in result]
-
-
 def both(model: Any, assistant: Any, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
-    options = {"max_new_tokens": NEW_TOKENS, "progress": False, **options}
-    with BatchGenerator(model, **PAGES | (config or {})) as generator:
-        plain = generator.generate(PROMPTS, **options)
-        drafted = generator.generate(PROMPTS, assistant_model=assistant, **options)
+    """Without the assistant and with it: the same answers."""
+    with BatchGenerator(model, **ON_A_GPU | (config or {})) as generator:
+        plain = generator.generate(PROMPTS, **ASKED | options)
+        drafted = generator.generate(PROMPTS, assistant_model=assistant, **ASKED | options)
+    assert told(plain) == told(drafted)
     return plain, drafted
 
 
@@ -81,7 +84,6 @@ def test_the_model_itself_is_always_right(device: str, config: dict[str, Any], o
     """Its cache holds what it should, and it draws under the same noise: sampled answers are guessed as well."""
     model = model_on(device, "llama")
     plain, drafted = both(model, twin_of(model), config, **options)
-    assert told(plain) == told(drafted)
     report = drafted.report
     ended = any(each.finish_reason == "stop" for each in plain)  # what was guessed behind an end is wrong
     assert report.accepted_tokens >= (0.5 if ended else 0.97) * report.drafted_tokens > 0
@@ -93,24 +95,21 @@ def test_the_model_itself_is_always_right(device: str, config: dict[str, Any], o
 @pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"repetition_penalty": 1.3}], ids=str)
 def test_where_a_cpu_steps_at_once(options: dict[str, Any]) -> None:
     model = build("llama")
-    plain, drafted = both(model, twin_of(model), **options)
-    assert told(plain) == told(drafted)
+    _, drafted = both(model, twin_of(model), **options)
     if "repetition_penalty" not in options:
         assert drafted.report.accepted_tokens >= 0.97 * drafted.report.drafted_tokens > 0
-    plain, drafted = both(model, twin_of(model, 0.05), **options)
-    assert told(plain) == told(drafted)
+    _, drafted = both(model, twin_of(model, 0.05), **options)
     assert 0 < drafted.report.accepted_tokens < drafted.report.drafted_tokens
 
 
 @pytest.mark.some_cases
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@GREEDY_AND_SAMPLED
 @pytest.mark.parametrize("assistant", ["llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_families(device: str, family: str, assistant: str, options: dict[str, Any]) -> None:
     model = model_on(device, family)
-    plain, drafted = both(model, twin_of(model_on(device, assistant), 0.05), **options)
-    assert told(plain) == told(drafted)
+    _, drafted = both(model, twin_of(model_on(device, assistant), 0.05), **options)
     assert drafted.report.drafted_tokens > 0
     if family == assistant:
         assert 0 < drafted.report.accepted_tokens < drafted.report.drafted_tokens
@@ -122,7 +121,7 @@ def test_to_the_last_bit() -> None:
     for options in ({"logprobs": 1}, SAMPLED | {"logprobs": 1}):
         plain, drafted = both(model, twin_of(model, 0.05), {"invariant": True}, **options)
         assert [repr(each.logprobs) for each in plain] == [repr(each.logprobs) for each in drafted]
-        assert told(plain) == told(drafted) and drafted.report.accepted_tokens > 0
+        assert drafted.report.accepted_tokens > 0
 
 
 def test_answers_are_those_of_generate() -> None:
@@ -142,24 +141,19 @@ def test_call_after_call_and_the_assistant_as_it_was(device: str) -> None:
     first, second = twin_of(model, 0.05), twin_of(model_on(device, "qwen3"))
     ids = torch.tensor([PROMPTS[0]], device=model.device)
     before = [each(ids).logits for each in (first, second)]
-    asked: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False}
-    with BatchGenerator(model, **PAGES) as generator:
-        plain = told(generator.generate(PROMPTS, **asked))
+    with BatchGenerator(model, **ON_A_GPU) as generator:
+        plain = told(generator.generate(PROMPTS, **ASKED))
         for assistant in (first, first, second, None, first):
-            result = generator.generate(PROMPTS, assistant_model=assistant, **asked)
+            result = generator.generate(PROMPTS, assistant_model=assistant, **ASKED)
             assert told(result) == plain
-            assert result.report is not None and (result.report.drafted_tokens > 0) == (assistant is not None)
-        streamed = list(generator.stream(PROMPTS, assistant_model=first, **asked))
-        assert sorted((each.index, each.token_ids) for each in streamed) == [
-            (i, ids) for i, (ids, _) in enumerate(plain)
-        ]
-        with torch.no_grad():
-            for weight in first.parameters():  # it may change from call to call
-                weight.mul_(1.01)
-        assert told(generator.generate(PROMPTS, assistant_model=first, **asked)) == plain
-        with torch.no_grad():
-            for weight in first.parameters():
-                weight.div_(1.01)
+            assert (result.report.drafted_tokens > 0) == (assistant is not None)
+        streamed = list(generator.stream(PROMPTS, assistant_model=first, **ASKED))
+        assert told(sorted(streamed, key=lambda each: each.index)) == plain
+        for factor in (1.01, 1 / 1.01):
+            with torch.no_grad():
+                for weight in first.parameters():  # it may change from call to call
+                    weight.mul_(factor)
+            assert told(generator.generate(PROMPTS, assistant_model=first, **ASKED)) == plain
     for assistant, logits in zip((first, second), before, strict=True):
         torch.testing.assert_close(assistant(ids).logits, logits, atol=1e-4, rtol=1e-4)
 
@@ -169,8 +163,7 @@ def test_little_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers for which its cache has none get no guess."""
     monkeypatch.setattr(assistant_module, "MOST_ANSWERS", 2)  # room for these
     model = model_on(device, "llama")
-    plain, drafted = both(model, twin_of(model))
-    assert told(plain) == told(drafted)
+    _, drafted = both(model, twin_of(model))
     assert drafted.report.accepted_tokens == drafted.report.drafted_tokens > 0
 
 
@@ -182,20 +175,19 @@ def test_an_assistant_with_few_positions(device: str) -> None:
     short.transformer.wpe = torch.nn.Embedding.from_pretrained(short.transformer.wpe.weight[:most])
     short.config.n_positions = most
     plain, drafted = both(model, short)
-    assert told(plain) == told(drafted)
     assert drafted.report.drafted_tokens > 0
     assert max(len(each.prompt_token_ids) + len(each.token_ids) for each in plain) > most
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@GREEDY_AND_SAMPLED
 def test_logits_that_are_no_numbers(device: str, options: dict[str, Any]) -> None:
     model = model_on(device, "llama")
     assistant = twin_of(model)
     with torch.no_grad():
         assistant.model.norm.weight.mul_(float("inf"))
-    plain, drafted = both(model, assistant, **options)
-    assert told(plain) == told(drafted) and drafted.report.drafted_tokens > 0
+    _, drafted = both(model, assistant, **options)
+    assert drafted.report.drafted_tokens > 0
 
 
 @pytest.mark.usefixtures("always")
@@ -212,8 +204,7 @@ def test_much_to_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Assistant, "guess", guess)
     model = model_on(device, "llama")
-    plain, drafted = both(model, twin_of(model), **SAMPLED)
-    assert told(plain) == told(drafted)
+    _, drafted = both(model, twin_of(model), **SAMPLED)
     assert drafted.report.accepted_tokens >= 0.9 * drafted.report.drafted_tokens > 0
 
 
@@ -224,37 +215,25 @@ def test_long_prompts_are_not_read_for_short_answers() -> None:
     shared = random_prompts(random.Random(3), 97, "distinct", 300)[0]
     prompts = [[*shared * 20, place] for place in range(8)]
     read = [0]
-    handle = assistant.model.embed_tokens.register_forward_hook(lambda _, ids, out: read.append(ids[0].numel()))
-    with BatchGenerator(model) as generator, pytest.warns(UserWarning, match="`assistant_model`: there are hooks"):
-        generator.generate(prompts, max_new_tokens=8, progress=False, assistant_model=assistant)
-    handle.remove()
+    with (
+        assistant.model.embed_tokens.register_forward_hook(lambda _, ids, out: read.append(ids[0].numel())),
+        pytest.warns(UserWarning, match="`assistant_model`: there are hooks"),
+    ):
+        answers(model, prompts, max_new_tokens=8, assistant_model=assistant)
     assert sum(read) < len(prompts[0])
 
 
 @pytest.mark.usefixtures("always")
 def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, calls = Assistant._run, []
-
-    def run(self: Assistant, *given: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 6:
-            raise torch.OutOfMemoryError("no room")
-        return own(self, *given)
-
-    monkeypatch.setattr(Assistant, "_run", run)
     model = model_on(device, "llama")
+    calls = failing(monkeypatch, Assistant, "_run", {6}, torch.OutOfMemoryError("no room"))
     with pytest.warns(UserWarning, match="`assistant_model`: it ran out of memory on .*: for the rest of the call"):
-        plain, drafted = both(model, twin_of(model))
-    assert told(plain) == told(drafted)
-    assert len(calls) == 6 and drafted.report.accepted_tokens > 0
-
-    def make(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(Assistant, "__init__", make)
+        _, drafted = both(model, twin_of(model))
+    assert calls == [6] and drafted.report.accepted_tokens > 0
+    failing(monkeypatch, Assistant, "__init__", {1}, torch.OutOfMemoryError("no room"))
     with pytest.warns(UserWarning, match="`assistant_model` has no effect here: .* has no memory for it"):
-        plain, drafted = both(model, twin_of(model))
-    assert told(plain) == told(drafted) and not drafted.report.drafted_tokens
+        _, drafted = both(model, twin_of(model))
+    assert not drafted.report.drafted_tokens
 
 
 @pytest.mark.usefixtures("always")
@@ -269,53 +248,19 @@ def test_an_error_in_the_assistant_is_an_error() -> None:
             raise RuntimeError("of the user's own")
 
     with BatchGenerator(model) as generator:
-        plain = told(generator.generate(PROMPTS, max_new_tokens=9, progress=False))
-        handle = assistant.model.layers[0].register_forward_pre_hook(fails)
+        asked: dict[str, Any] = {"max_new_tokens": 9}
+        plain = told(generator.generate(PROMPTS, **asked))
         with (
+            assistant.model.layers[0].register_forward_pre_hook(fails),
             pytest.raises(RuntimeError, match="of the user's own"),
             pytest.warns(UserWarning, match="`assistant_model`"),
         ):
-            generator.generate(PROMPTS, max_new_tokens=9, progress=False, assistant_model=assistant)
-        handle.remove()
-        again = generator.generate(PROMPTS, max_new_tokens=9, progress=False, assistant_model=assistant)
-        assert told(again) == plain and again.report is not None and again.report.drafted_tokens
+            generator.generate(PROMPTS, assistant_model=assistant, **asked)
+        again = generator.generate(PROMPTS, assistant_model=assistant, **asked)
+        assert told(again) == plain and again.report.drafted_tokens
 
 
 # -- where there are none --------------------------------------------------------------------------------------------
-
-
-def _without_room(model: Any) -> Any:
-    return model
-
-
-@pytest.mark.parametrize(
-    ("why", "assistant", "options"),
-    [
-        ("it shares layers with the model", _without_room, {}),
-        ("carry a state", lambda _: FAMILIES["mamba"](), {}),
-        ("meta", lambda model: copy.deepcopy(model).to("meta"), {}),
-        ("beam search", twin_of, {"num_beams": 2}),
-        ("101 tokens|vocab|tokens and the model", lambda _: _of_vocabulary(50), {"assistant_tokenizer": object()}),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:`assistant_tokenizer`")
-def test_a_warning_says_why_it_guesses_nothing(
-    why: str, assistant: Callable[[Any], Any], options: dict[str, Any]
-) -> None:
-    model = build("llama")
-    with BatchGenerator(model) as generator:
-        plain = generator.generate(PROMPTS, max_new_tokens=3, progress=False, num_beams=options.get("num_beams", 1))
-        with pytest.warns(UserWarning, match=f"`assistant_model` has no effect here: .*({why})"):
-            result = generator.generate(
-                PROMPTS, max_new_tokens=3, progress=False, assistant_model=assistant(model), **options
-            )
-    assert told(plain) == told(result)
-
-
-def _linear() -> Any:
-    module: Any = torch.nn.Linear(2, 2)
-    module.config = build("llama").config
-    return module
 
 
 def _of_vocabulary(size: int) -> Any:
@@ -324,13 +269,53 @@ def _of_vocabulary(size: int) -> Any:
     return model
 
 
+def _linear() -> Any:
+    module: Any = torch.nn.Linear(2, 2)
+    module.config = build("llama").config
+    return module
+
+
+NO_EFFECT = "`assistant_model` has no effect"
+OF_MODEL: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "layers of the model": (lambda model: {"assistant_model": model}, f"{NO_EFFECT} here: .*it shares layers with"),
+    "states": (lambda _: {"assistant_model": FAMILIES["mamba"]()}, f"{NO_EFFECT} here: .*carry a state"),
+    "no weights": (lambda model: {"assistant_model": twin_of(model).to("meta")}, f"{NO_EFFECT} here: .*meta"),
+    "training": (
+        lambda model: {"assistant_model": twin_of(model).train()},
+        f"{NO_EFFECT} here: .*is in training mode, .* call its eval",
+    ),
+    "beams": (lambda model: {"assistant_model": twin_of(model), "num_beams": 2}, f"{NO_EFFECT} here: .*beam search"),
+    "another vocabulary": (
+        lambda _: {"assistant_model": _of_vocabulary(50), "assistant_tokenizer": object()},
+        f"{NO_EFFECT} here: .*(101 tokens|vocab|tokens and the model)",
+    ),
+    "beside lookup": (
+        lambda model: {"assistant_model": twin_of(model), "prompt_lookup_num_tokens": 3},
+        f"{NO_EFFECT} beside `prompt_lookup_num_tokens`",
+    ),
+    "without it": (
+        lambda _: {"num_assistant_tokens": 3},
+        "`num_assistant_tokens` has no effect without `assistant_model`",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_MODEL)
+@pytest.mark.filterwarnings("ignore:`assistant_tokenizer`")
+def test_a_warning_says_what_has_no_effect_and_why(case: str) -> None:
+    model, (given, why) = build("llama"), OF_MODEL[case]
+    options = given(model)
+    plain = answers(model, PROMPTS, max_new_tokens=3, num_beams=options.get("num_beams", 1))
+    with pytest.warns(UserWarning, match=why):
+        assert told(answers(model, PROMPTS, max_new_tokens=3, **options)) == told(plain)
+
+
 def test_each_assistant_has_a_warning_of_its_own() -> None:
-    model = build("llama")
-    trained, other = twin_of(model).train(), FAMILIES["mamba"]()
-    with BatchGenerator(model) as generator:
-        for assistant, why in ((trained, "is in training mode, .* call its eval"), (other, "carry a state")):
-            with pytest.warns(UserWarning, match=f"`assistant_model` has no effect here: .*{why}"):
-                generator.generate(PROMPTS, max_new_tokens=2, progress=False, assistant_model=assistant)
+    with BatchGenerator(build("llama")) as generator:
+        for case in ("training", "states"):
+            given, why = OF_MODEL[case]
+            with pytest.warns(UserWarning, match=why):
+                generator.generate(PROMPTS, max_new_tokens=2, **given(generator.model))
 
 
 @pytest.mark.usefixtures("always")
@@ -338,13 +323,13 @@ def test_an_assistant_with_other_layers_than_before_and_one_that_is_gone() -> No
     model = build("llama")
     assistant = twin_of(model)
     with BatchGenerator(model) as generator:
-        asked: dict[str, Any] = {"max_new_tokens": 20, "progress": False}
+        asked: dict[str, Any] = {"max_new_tokens": 20}
         plain = told(generator.generate(PROMPTS, **asked))
         for layers in (len(assistant.model.layers), 1):
             del assistant.model.layers[layers:]
             assistant.config.num_hidden_layers = layers
             result = generator.generate(PROMPTS, assistant_model=assistant, **asked)
-            assert told(result) == plain and result.report is not None and result.report.drafted_tokens > 0
+            assert told(result) == plain and result.report.drafted_tokens > 0
         generator.generate(PROMPTS, **asked)
         there = weakref.ref(assistant)
         del assistant
@@ -352,32 +337,24 @@ def test_an_assistant_with_other_layers_than_before_and_one_that_is_gone() -> No
         assert there() is None
 
 
-def test_errors_that_name_it() -> None:
-    with BatchGenerator(build("llama")) as generator:
-        for wrong, message in (
-            (object(), "`assistant_model` must be a model, not an? .*a smaller one of transformers"),
-            (_linear(), "`assistant_model` must be a language model of transformers, not a Linear"),
-            ("gpt2", "`assistant_model` must be a model, not .*: load it first, by `from_pretrained`"),
-            (
-                _of_vocabulary(50),
-                "`assistant_model` has 50 tokens and the model 101: pass a model with the same tokenizer",
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                generator.generate(PROMPTS, assistant_model=wrong)
-        with pytest.raises(ValueError, match="`num_assistant_tokens` must be at least 1, but is 0"):
-            generator.generate(PROMPTS, num_assistant_tokens=0)
-
-
-def test_what_has_no_effect_without_it_or_beside_it() -> None:
-    model = build("llama")
-    with BatchGenerator(model) as generator:
-        with pytest.warns(UserWarning, match="`num_assistant_tokens` has no effect without `assistant_model`"):
-            generator.generate(PROMPTS[:1], max_new_tokens=2, num_assistant_tokens=3)
-        with pytest.warns(UserWarning, match="`assistant_model` has no effect beside `prompt_lookup_num_tokens`"):
-            generator.generate(
-                PROMPTS[:1], max_new_tokens=2, assistant_model=twin_of(model), prompt_lookup_num_tokens=3
-            )
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: {"assistant_model": object()}, "must be a model, not an? .*a smaller one of transformers"),
+        (lambda: {"assistant_model": _linear()}, "must be a language model of transformers, not a Linear"),
+        (lambda: {"assistant_model": "gpt2"}, "must be a model, not .*: load it first, by `from_pretrained`"),
+        (
+            lambda: {"assistant_model": _of_vocabulary(50)},
+            "has 50 tokens and the model 101: pass a model with the same tokenizer",
+        ),
+        (lambda: {"num_assistant_tokens": 0}, "must be at least 1, but is 0"),
+    ],
+    ids=["object", "no language model", "name", "vocabulary", "number"],
+)
+def test_errors_that_name_it(given: Callable[[], dict[str, Any]], message: str) -> None:
+    options = given()
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` {message}"):
+        answers("llama", PROMPTS, **options)
 
 
 @pytest.mark.usefixtures("always")
@@ -411,43 +388,19 @@ class Stub:
         return {request: [1] * tokens for request in requests}
 
 
-def seconds_of(
-    kind: type[Assisted], right: float, rows: int, assistant: float, monkeypatch: pytest.MonkeyPatch, each: float
-) -> float:
-    """How many times as long it takes, where guesses are right with this chance, a step takes 1 second and each of its
-    tokens so many beside, and the assistant so many for a token."""
-    with monkeypatch.context() as patch:
-        clock, dice, ahead = Clock(patch), random.Random(3), kind is AssistedAhead
-        requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 10**6) for place in range(rows)]
-        given: Any = lambda _: 8, lambda _: 3, requests, lambda _, end: end, None, 10**6
-        drafts = kind(*given, assistant=Stub(clock, assistant), ratio=assistant)
-        for request in requests:
-            request.generated, request.computed = [1], 4
-
-        def token() -> int:
-            return 1 if dice.random() < right else 2
-
-        while sum(len(request.generated) for request in requests) < 800 * rows:
-            step, waited = Step(requests), drafts.must_know
-            step.times = drafts.most_times(step, 16 if ahead else 1)
-            step = drafts.added(step)
-            clock.now += 0.1 if waited else 0.0
-            began = launched = clock.now
-            drafts.launched(step)
-            clock.now += step.times * (1 + each * (step.tokens if step.room is None else step.room.size))
-            chunks = step.drafts or step.chunks
-            for request in requests:
-                request.generated += [token() for _ in range(1 if chunks else step.times)]
-            gained = take_guesses(drafts, chunks, token)
-            drafts.ran(step, began, launched, len(step.rows) + gained, True)
-        without = sum(len(request.generated) for request in requests) / rows * (1 + each * rows)
-        assert drafts.saved_seconds == pytest.approx(without - clock.now, abs=0.03 * without)
-        return clock.now / without
-
-
 @pytest.mark.parametrize("kind", [AssistedDrafts, AssistedAhead])
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
 def test_it_costs_little_where_it_is_wrong(kind: type[Assisted], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(right: float, assistant: float) -> float:
+        """Where the assistant takes so many for a token."""
+
+        def make(requests: list[Request], clock: Clock, _: random.Random) -> Assisted:
+            room: Any = lambda _, end: end, None, 10**6
+            return kind(*GIVEN, requests, *room, assistant=Stub(clock, assistant), ratio=assistant)
+
+        times = 16 if kind is AssistedAhead else 1
+        return seconds_of(make, right, rows, 1 / 320, monkeypatch, times=times, host=0.1)
+
     for right, most in ((0.0, 1.04), (0.3, 1.04), (0.9, 0.5 if rows == 1 else 0.6 if rows < 20 else 1.01)):
-        assert seconds_of(kind, right, rows, 0.1, monkeypatch, 1 / 320) < most
-        assert seconds_of(kind, right, rows, 0.9, monkeypatch, 1 / 320) < 1.04, "an assistant as slow as the model"
+        assert seconds(right, 0.1) < most
+        assert seconds(right, 0.9) < 1.04, "an assistant as slow as the model"

@@ -4,94 +4,57 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import pytest
-from support_device_loop import device as device  # a fixture
-from support_drafts import Clock, take_guesses
+from support_calls import noted
+from support_drafts import GIVEN, Clock, requests_of
+from support_drafts import seconds_of as seconds_of_drafts
 
 from hf_batchllm.engine.cost import StepSeconds
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
 from hf_batchllm.planning.requests_and_prefixes import Request
-from hf_batchllm.planning.step import Step
 
 Guesses = Callable[[Request, random.Random], bool]  # whether an answer has a guess
+EACH = 1 / 320
+
+
+def ahead(requests: list[Request]) -> DraftsAhead:
+    return DraftsAhead(*GIVEN, requests, lambda _, end: end, None, 10**6)
 
 
 def seconds_of(
-    right: float, rows: int, host: float, each: float, monkeypatch: pytest.MonkeyPatch, guesses: float | Guesses = 1.0
+    right: float, rows: int, patch: pytest.MonkeyPatch, host: float = 0.1, guesses: float | Guesses = 1.0
 ) -> float:
-    """How many times as long it takes, where guesses are right with this chance, a step takes 1 second and each of its
-    tokens so many beside, and the host so many between two steps that it waits for."""
-    with monkeypatch.context() as patch:
+    """How many times as long it takes with guesses: each of which is right with this chance, where there are any."""
+
+    def make(requests: list[Request], _: Clock, dice: random.Random) -> DraftsAhead:
+        drafts = ahead(requests)
         chance = guesses if callable(guesses) else lambda _, dice: dice.random() < guesses
-        return _seconds_of(right, rows, host, each, Clock(patch), chance)
+        drafts._guess = lambda request: [1] * 8 if chance(request, dice) else []  # type: ignore[method-assign]
+        return drafts
 
-
-def _seconds_of(
-    right: float, rows: int, host: float, each: float, clock: Clock, guesses: Guesses, paused: float = 0.0
-) -> float:
-    dice, times, total = random.Random(3), 16, 600
-    requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 10**6) for place in range(rows)]
-    drafts = DraftsAhead(lambda _: 8, lambda _: 3, requests, lambda _, end: end, None, 10**6)
-    drafts._guess = lambda request: [1] * 8 if guesses(request, dice) else []  # type: ignore[method-assign]
-    for request in requests:
-        request.generated, request.computed = [1], 4
-
-    def token() -> int:
-        return 1 if dice.random() < right else 2
-
-    while sum(len(request.generated) for request in requests) < total * rows:
-        step, began = Step(requests), clock.now
-        waited = drafts.must_know
-        step.times = drafts.most_times(step, times)
-        step = drafts.added(step)
-        clock.now += host if waited else 0.0
-        launched = clock.now
-        drafts.launched(step)
-        size = size_of(step.tokens) if step.room is None else step.room.size
-        clock.now += step.times * (1 + each * size)
-        gained = 0
-        if step.in_rows:
-            for request in requests:
-                request.generated.append(token())
-            gained = rows + take_guesses(drafts, step.drafts, token)
-        else:
-            drafts.before(step)
-            for request in requests:
-                request.generated += [token() for _ in range(step.times)]
-        drafts.ran(step, began, launched, gained or rows, True)
-    without = sum(len(request.generated) for request in requests) / rows * (1 + each * size_of(rows))
-    assert drafts.saved_seconds == pytest.approx(without - (clock.now - paused), abs=0.03 * without)
-    return clock.now / without
+    return seconds_of_drafts(make, right, rows, EACH, patch, times=16, host=host, size_of=size_of)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
 @pytest.mark.parametrize("host", [0.1, 0.5])
 def test_drafts_cost_little_where_guesses_are_wrong(rows: int, host: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = 1 / 320
-    assert seconds_of(0.0, rows, host, each, monkeypatch) < 1.02
-    assert seconds_of(0.2, rows, host, each, monkeypatch) < 1.06
-    assert seconds_of(0.4, rows, host, each, monkeypatch) < 1.06
-    assert seconds_of(0.95, rows, host, each, monkeypatch, guesses=0.1) < 1.1
-    assert seconds_of(0.95, rows, host, each, monkeypatch) < (0.4 if rows < 20 else 0.8)
+    for right, guesses, most in (
+        (0.0, 1.0, 1.02), (0.2, 1.0, 1.06), (0.4, 1.0, 1.06), (0.95, 0.1, 1.1), (0.95, 1.0, 0.4 if rows < 20 else 0.8),
+    ):  # fmt: skip
+        assert seconds_of(right, rows, monkeypatch, host, guesses) < most
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_drafts_that_pay_go_on(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a room ends."""
-    ends, own = [0], DraftsAhead._end
-
-    def end(self: DraftsAhead) -> None:
-        ends[0] += 1
-        own(self)
-
-    monkeypatch.setattr(DraftsAhead, "_end", end)
-    assert seconds_of(0.95, rows, 0.1, 1 / 320, monkeypatch) < 0.8
-    assert ends[0] == 0
-    assert seconds_of(0.7, rows, 0.1, 1 / 320, monkeypatch, guesses=0.6) < (0.7 if rows == 1 else 0.9)
-    assert ends[0] < 8
+    ends = noted(monkeypatch, DraftsAhead, "_end", lambda self: 1)
+    assert seconds_of(0.95, rows, monkeypatch) < 0.8
+    assert not ends
+    assert seconds_of(0.7, rows, monkeypatch, guesses=0.6) < (0.7 if rows == 1 else 0.9)
+    assert len(ends) < 8
 
 
 def test_where_no_tokens_are_guessed_for_long_drafts_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,42 +63,42 @@ def test_where_no_tokens_are_guessed_for_long_drafts_end(monkeypatch: pytest.Mon
     def guesses(request: Request, _: random.Random) -> bool:
         return len(request.generated) // 40 % 2 == 0
 
-    pauses, own = list[int](), DraftsAhead._end
-
-    def end(self: DraftsAhead) -> None:
-        own(self)
-        pauses.append(self._pause)
-
-    monkeypatch.setattr(DraftsAhead, "_end", end)
-    assert seconds_of(0.95, 1, 0.1, 1 / 320, monkeypatch, guesses) < 0.9
+    pauses = noted(monkeypatch, DraftsAhead, "_end", lambda self: self._pause, after=True)
+    assert seconds_of(0.95, 1, monkeypatch, guesses=guesses) < 0.9
     assert len(pauses) > 3 and len(set(pauses)) == 1
 
 
 def test_a_full_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seconds_of(0.9, 300, 0.1, 1 / 320, monkeypatch) == pytest.approx(1.0, abs=0.01)  # the last burst is cut off
+    assert seconds_of(0.9, 300, monkeypatch) == pytest.approx(1.0, abs=0.01)  # the last burst is cut off
 
 
 def test_a_pause_of_the_callers_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream hands a result out between two steps."""
-    with monkeypatch.context() as patch:
-        clock, own, drafted = Clock(patch), DraftsAhead.most_times, []
+    drafted: list[int] = []
 
-        def most_times(self: DraftsAhead, step: Step, most: int) -> int:
-            times = own(self, step, most)
-            if self._planned is not None:
-                drafted.append(step)
+    def make(requests: list[Request], clock: Clock, _: random.Random) -> DraftsAhead:
+        drafts = ahead(requests)
+        drafts._guess, own = lambda _: [1] * 8, drafts.most_times  # type: ignore[method-assign]
+
+        def most_times(*given: Any) -> int:
+            times = own(*given)
+            if drafts._planned is not None:
+                drafted.append(1)
                 clock.now += 50 if len(drafted) == 10 else 0
             return times
 
-        patch.setattr(DraftsAhead, "most_times", most_times)
-        assert _seconds_of(0.95, 8, 0.1, 1 / 320, clock, lambda *_: True, paused=50) < 0.5
+        drafts.most_times = most_times  # type: ignore[method-assign]
+        return drafts
+
+    timing = {"times": 16, "host": 0.1, "size_of": size_of, "paused": 50}
+    assert seconds_of_drafts(make, 0.95, 8, EACH, monkeypatch, **timing) < 0.5
     assert len(drafted) > 50
 
 
 def test_which_graphs_are_worth_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those for few rows only if many steps are left with so few."""
-    requests = [Request(place, np.array([1, 2, 3], dtype=np.int32), 100) for place in range(40)]
-    drafts = DraftsAhead(lambda _: 8, lambda _: 3, requests, lambda _, end: end, None, 10**6)
+    requests = requests_of(40, 100)
+    drafts = ahead(requests)
     monkeypatch.setattr(drafts, "_of_all", (0.5, 1.0))
     for size, seconds in ((16, 0.005), (64, 0.006), (128, 0.007), (256, 0.010)):
         drafts._device.note(size, seconds)
