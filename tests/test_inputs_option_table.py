@@ -8,7 +8,7 @@ import pydoc
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -167,6 +167,7 @@ BY_HAND = {"prompts", "generation_config", "input_ids", "attention_mask", "seed"
 def test_every_option_has_a_type() -> None:
     taken = names(fate=Fate.HONOURED) | names(fate=Fate.NO_EFFECT) | set(ALIASES) | {"top_logprobs"}
     assert set(GenerateOptions.__annotations__) == taken - BY_HAND, "give a new option its type in option_chapters.py"
+    assert get_type_hints(GenerateOptions)["inputs"] == torch.Tensor | None  # as checkers of types at run time ask
 
 
 @pytest.mark.parametrize("function", [BatchGenerator.generate, BatchGenerator.stream, run_file])

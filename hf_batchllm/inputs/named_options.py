@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence  # noqa: F401 -- get_type_hints looks for the names of types here
 from typing import Any, TypeVar
+
+import torch  # noqa: F401 -- likewise
 
 from . import option_chapters as chapters
 
