@@ -203,6 +203,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"max_prompt_tokens": 3, "truncation_side": "end"}, '`truncation_side` must be "left" (the beginning of a'),
     ({"tools": add}, "`tools` must be a list of tools, not a function: pass [tool]"),
     ({"tools": [3]}, "`tools` holds an int; a tool is a dict (its JSON schema), or a function with type hints"),
+    ({"tools": [{"name": "add"}, None]}, "`tools` holds None; a tool is a dict (its JSON schema), or a function"),
     ({"tools": [add]}, "`tools` holds the function add, of which transformers makes no schema: "),
     ({"tools": [[], [], []]}, "`tools` is a list of 3 and there are 2 prompts: it must have one for each"),
     ({"chat_template_kwargs": "enable_thinking"}, ", such as {'enable_thinking': False}, not 'en"),

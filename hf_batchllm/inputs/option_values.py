@@ -47,7 +47,9 @@ def is_for_each(name: str, value: Any, lists: tuple[type, ...] = (list, tuple)) 
     """Whether the value is a list with one for each prompt. ``lists``: what such a list may hold of a list option."""
     if not isinstance(value, list | tuple):
         return False
-    return TABLE[name].each == A_LIST or any(each is None or isinstance(each, lists) for each in value)
+    if TABLE[name].each == A_LIST or any(isinstance(each, lists) for each in value):
+        return True
+    return bool(value) and all(each is None for each in value)
 
 
 def check_one_for_each(name: str, values: Sequence[Any], prompts: int) -> None:
