@@ -326,6 +326,11 @@ def test_speculation_that_a_checkpoint_asks_for_is_nobodys_mistake(recwarn: pyte
     assert not [each for each in recwarn if "speculation" in str(each.message)]
 
 
+def test_a_flag_that_is_0_asks_for_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    resolve(output_scores=0, output_logits=0, return_dict_in_generate=0)
+    assert not [each for each in recwarn if "no effect" in str(each.message)]
+
+
 def test_scores_without_a_dict_to_put_them_in_are_said_to_have_no_effect(generator: BatchGenerator) -> None:
     with pytest.warns(UserWarning, match="`output_scores` and `output_logits` have no effect without"):
         got = generator.generate(TENSOR, max_new_tokens=2, output_scores=True, output_logits=True)

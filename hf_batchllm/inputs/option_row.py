@@ -83,6 +83,8 @@ class OptionRow:
         """Whether the value asks for anything."""
         if value is None or value is False or (isinstance(value, list | tuple | dict) and not value):
             return False
+        if self.takes is Takes.FLAG and isinstance(value, int) and not value:
+            return False
         return self.neutral is None or not isinstance(value, Real) or value != self.neutral
 
 
