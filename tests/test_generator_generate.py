@@ -123,7 +123,7 @@ OPTIONS: list[Row] = [
     ({"do_sample": True, "min_p": 2.0}, ValueError, "min_p"),
     ({"seed": 2**64}, ValueError, "`seed`"),
     ({"stop_strings": "a"}, TokenizerError, "`stop_strings` need a tokenizer.*or pass `tokenizer=` here"),
-    ({"stop_strings": [], "tokenizer": TOKENIZER}, OptionValueError, "`stop_strings` is .* which names no string"),
+    ({"stop_strings": [], "tokenizer": TOKENIZER}, OptionValueError, "`stop_strings` is .* it names no string"),
     ({"stop_strings": "xyz", "tokenizer": TOKENIZER}, OptionValueError, "cannot be looked for in tokens of this token"),
     (
         {"prompts": [[5, 6]] * 5, "guidance_scale": 2.0, "negative_prompt_ids": torch.full((4, 6), 7)},
