@@ -77,7 +77,12 @@ class Chats(TypedDict, total=False):
     max_prompt_tokens: Annotated[
         int | Sequence[int | None] | None,
         added(
-            None, _WHOLE, each=A_LIST, called=("truncate_prompt_tokens", "max_model_len"), **_AT_LEAST_1, **_FOR_CHATS
+            None,
+            _WHOLE,
+            each=A_LIST,
+            called=("truncate_prompt_tokens", "max_model_len", "max_input_length"),
+            **_AT_LEAST_1,
+            **_FOR_CHATS,
         ),
         "The most tokens of a prompt; longer ones are cut, with a warning that says which. Special tokens that the "
         "tokenizer puts around every text (BOS) stay.",
@@ -158,7 +163,7 @@ class Choice(TypedDict, total=False):
     ]
     num_return_sequences: Annotated[
         int | None,
-        honoured(_DEVICE, _WHOLE, **_AT_LEAST_1),
+        honoured(_DEVICE, _WHOLE, called=("num_samples",), **_AT_LEAST_1),
         "Prompt `i` has `n` rows, one after the other: `i*n`, `i*n + 1`, ... (`.index`, `.sample`).",
     ]
     n: Annotated[int | None, Alias("num_return_sequences")]

@@ -133,8 +133,7 @@ _OF_THEIR_OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt_logprobs": _LOGPROBS,
     "bad_words_ids": (
         lambda value: isinstance(value, list | tuple) and all(map(_are_listed_ids, value)),
-        "a list of lists of token ids, such as [[5], [7, 8]] (of words "
-        "tokenizer(words, add_special_tokens=False).input_ids makes it)",
+        "a list of lists of token ids, such as [[5], [7, 8]]: tokenizer(words, add_special_tokens=False).input_ids",
     ),
     "sequence_bias": (
         lambda value: not isinstance(value, Mapping) or all(map(_are_listed_ids, value)),

@@ -26,6 +26,7 @@ FROM_ELSEWHERE = {
     "response_format": _NO_JSON,
     "structured_outputs": _NO_JSON,
     "guided_decoding": _NO_JSON,
+    "stream": "is not an option here: `gen.stream(prompts)` hands out each result when it is finished",
     "sampling_params": "is not an option here: pass each option as a keyword argument",
     "batch_size": "is not needed: the batch is as large as memory allows (see BatchConfig.max_batch_tokens)",
     "enable_thinking": "goes into `chat_template_kwargs`: chat_template_kwargs={'enable_thinking': ...}",
