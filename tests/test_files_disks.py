@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -275,6 +276,23 @@ def test_what_is_read_is_not_written_to_through_a_descriptor_either(given: str) 
     with open(given, "rb") as file, stream("-", given, stdin=file) as process:
         assert b"stdin is the input" in process.stderr.read()
     assert Path(given).read_bytes() == before
+
+
+def test_a_descriptor_is_written_to_where_it_stands(given: str, folder: Path) -> None:
+    with open(folder / "redirected", "wb", buffering=0) as file:
+        file.write(b"before\n")
+        with stream(given, f"/dev/fd/{file.fileno()}", pass_fds=[file.fileno()]) as process:
+            process.communicate()
+        file.write(b"after\n")
+    lines = (folder / "redirected").read_bytes().splitlines()
+    assert lines[0] == b"before" and lines[-1] == b"after" and len(lines) == COUNT + 2
+    with open(folder / "redirected", "rb") as file, pytest.raises(OutputFileError, match="cannot be written to"):
+        open_output(f"/dev/fd/{file.fileno()}")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, stream(given, f"/dev/fd/{theirs.fileno()}", pass_fds=[theirs.fileno()]):
+        theirs.close()
+        with ours.makefile("rb") as file:
+            assert len(file.readlines()) == COUNT
 
 
 def test_a_closed_pipe_and_a_full_device(given: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import stat
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,18 @@ from .paths import reason
 from .run_record import RunRecord
 from .sources import Source
 
-_OWN = {"-": 1, "/dev/stdout": 1, "/dev/stderr": 2}
-_DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/")  # of this process, too: streams, though they may lead to a file
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
+_STANDARD_STREAMS = {"-": 1, "/dev/stdout": 1, "/dev/stderr": 2}
+
+
+def _descriptor_of(path: str) -> int | None:
+    """The descriptor of this process that the name stands for, if it is such a name."""
+    found = _DESCRIPTOR.fullmatch(path)
+    return int(found[1]) if found else _STANDARD_STREAMS.get(path)
 
 
 def is_stream(path: str) -> bool:
-    if path in _OWN or path.startswith(_DESCRIPTORS):
+    if _descriptor_of(path) is not None:
         return True
     try:
         mode = os.stat(os.path.expanduser(path)).st_mode
@@ -40,7 +47,7 @@ class StreamOutput:
         self.name = "stdout" if path == "-" else path
         self._written = 0
         try:
-            own = _OWN.get(path)
+            own = _descriptor_of(path)  # not opened again: a file would be written to from another place of it
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND) if own is None else os.dup(own)
             if own is not None:
                 os.write(own, b"")  # fails now if it is open for reading alone
