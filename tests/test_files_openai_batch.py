@@ -122,6 +122,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (request(audio={}), "`audio` is not supported", "audio"),
         (request(presence_penalty=0.5), "`presence_penalty` is not an option of transformers", "presence_penalty"),
         (request(max_token=5), "`max_token` is not supported; did you mean `max_tokens`?", "max_token"),
+        (request(max_time=5), "`max_time` is not for files: interrupt a run", "max_time"),
+        (request(prompt_logprobs=5), "`prompt_logprobs` is not for files", "prompt_logprobs"),
         (request(foo=5), "`foo` is not supported: leave it out", "foo"),
         (request(top_logprobs=5), "`top_logprobs` needs `logprobs`", "top_logprobs"),
         (request(logprobs=True, top_logprobs=21), "`top_logprobs` is 21: at most 20", "top_logprobs"),

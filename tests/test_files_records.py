@@ -98,6 +98,7 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
         (b'{"prompt": "x", "seed": -1}', "`seed` must be a whole number from 0"),
         (b'{"prompt": "x", "presence_penalty": 1}', "`presence_penalty` is not an option of transformers; see `rep"),
         (b'{"prompt": "x", "max_time": 1}', "`max_time` is not for files"),
+        (b'{"prompt": "x", "prompt_logprobs": [1]}', "BatchGenerator.generate (for a field of your own data: --keep p"),
         (b'{"prompt": "x", "top_logprobs": 1}', "`top_logprobs` needs `logprobs`"),
     ],
 )
@@ -179,6 +180,8 @@ def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
     assert (
         good({"prompt": "x", "seed": 4}, RecordLayout(keep=("seed",))).settings.seed == 4
     )  # kept, and a setting still
+    own = {"prompt": "x", "prompt_logprobs": [1]}  # as another server leaves it
+    assert good(own, RecordLayout(keep=("prompt_logprobs",))).kept == {"prompt_logprobs": [1]}
     assert "`constraints` is not supported" in line_config(generator, read_settings({"constraints": ["x"]}))
 
 

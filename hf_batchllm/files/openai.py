@@ -14,7 +14,7 @@ from ..inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ..inputs.prompt_options import FOR_CHATS
 from ..wording import a_kind, is_number, shown
 from .json_lines import RecordError, wrong
-from .settings import NAMES, GenerationSettings, SettingError, nearest, read_settings
+from .settings import NAMES, GenerationSettings, SettingError, mistaken_name, nearest, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SOURCES = {CHAT: "messages", COMPLETIONS: "prompt"}  # the field that is the prompt
@@ -147,6 +147,8 @@ def _why_unknown(name: str, endpoint: str) -> str:
         ours = CALLED.get(name)
         needs_set = ours in NAMES and ours not in _KNOWN
         return f"{why}; a request cannot have it: pass --set {ours}=... for the whole file" if needs_set else why
+    if name in NAMES and (why := mistaken_name(name)):
+        return why
     near = nearest(name)
     if near == name:
         return f"is not supported in a request: pass --set {name}=... for the whole file"

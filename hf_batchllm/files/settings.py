@@ -25,9 +25,10 @@ from ..wording import is_whole, shown
 _ROWS = {name: row for name, row in TABLE.items() if row.kind is not OptionKind.ARGUMENT and row.in_lines}
 NAMES = frozenset((*_ROWS, *ALIASES, "top_logprobs"))
 _NOT_IN_CONFIG = {name for name, row in _ROWS.items() if row.kind is OptionKind.ADDED and not row.in_config}
+_NOT_FOR_FILES = {name: row.not_for_files for name, row in _ROWS.items() if row.not_for_files}
 _HONOURED = sorted(name for name in NAMES if name not in _ROWS or _ROWS[name].fate is Fate.HONOURED)
 # A record's field with such a name is a setting. The other names are common words, which people use for their own data.
-TOP_LEVEL_NAMES = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
+TOP_LEVEL_NAMES = frozenset(name for name in NAMES.difference(_NOT_FOR_FILES) if name in _HONOURED or "_" in name)
 _USUAL_DATA = frozenset(("adapted", "grammars"))  # names like those of settings that are usual names of data
 # To pass over names from elsewhere would give another answer than was asked for.
 _OTHER_NAMES = {
@@ -178,7 +179,7 @@ def settings_in_record(
     wanted = own.union(kept)
     top = {name: value for name, value in record.items() if name in TOP_LEVEL_NAMES and name not in own}
     for name, value in record.items():
-        if name in NAMES or name in wanted or value in (None, "") or (why := mistaken_name(name)) is None:
+        if name in wanted or value in (None, "") or (why := mistaken_name(name)) is None:
             continue
         if _first_not_finite(value) is None and not asks_for_nothing(name, _from_cell(name, value) if cells else value):
             raise SettingError(name, f"{why} (for a field of your own data: --keep {name}, or --no-line-settings)")
@@ -213,9 +214,9 @@ def read_assignments(assignments: Iterable[str]) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def mistaken_name(name: str) -> str | None:
-    """Why a field seems to be meant as a setting, though it has no setting's name; None for the user's own data."""
-    if name in _USUAL_DATA:
-        return None
+    """Why a field that seems to be meant as a setting is none; None for settings and for the user's own data."""
+    if name in _NOT_FOR_FILES or name in NAMES or name in _USUAL_DATA:
+        return _NOT_FOR_FILES.get(name)
     near = _BARE.get(_bare(name))
     if near is None and (why := _BARE_OTHER_NAMES.get(_bare(name))) is not None:
         return why
