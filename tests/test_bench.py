@@ -123,6 +123,12 @@ def test_the_shapes_can_be_made(name: str) -> None:
     assert load_model(None, name, torch.device("meta"), torch.bfloat16).config.vocab_size
 
 
+def test_no_tokenizer_is_taken_from_the_place_of_a_model_or_a_config(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    for model, config in ((str(tmp_path), "tiny"), (None, str(tmp_path)), (None, str(tmp_path / "config.json"))):
+        assert load_model(model, config, torch.device("cpu"), torch.float32).config._name_or_path == ""
+
+
 # -- the command -----------------------------------------------------------------------------------------------
 
 

@@ -72,11 +72,11 @@ def load_model(model: str | None, config: str, device: torch.device, dtype: torc
         known = AutoConfig.for_model(**SHAPES[config]) if config in SHAPES else AutoConfig.from_pretrained(config)
         return random_model(known, device, dtype)
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    loaded.to(device).config._name_or_path = ""  # so that no tokenizer is found: nobody reads the text of the answers
-    return _ready(loaded)
+    return _ready(loaded.to(device))
 
 
 def _ready(model: Any) -> Any:
+    model.config._name_or_path = ""  # so that no tokenizer is found: nobody reads the text of the answers
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model.eval()
 
