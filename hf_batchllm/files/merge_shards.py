@@ -113,11 +113,14 @@ class _Parts:
             record = RunRecord.read(record_path(real_path(path)))
             if record is None and not os.path.getsize(path):
                 continue
-            if record is not None:
-                self._check_same_run(shard, record)
-            with FileOutput(path, records=self.records, note=note) as part:  # it refuses results without a record
-                if record is not None:
-                    self._enter(shard, record, part)
+            if record is None:
+                raise OutputFileError(
+                    f"{path} has results, and {record_path(path)}, which would say how they were made, is not there. "
+                    "If you renamed the results, rename their .run.json, too; else move the file away"
+                )
+            self._check_same_run(shard, record)
+            with FileOutput(path, records=self.records, note=note) as part:
+                self._enter(shard, record, part)
         if not self.begun:
             raise OutputFileError(f"{output} cannot be merged: no part of it has begun")
         versions = sorted({part.record.version for part in self.begun})
