@@ -144,7 +144,7 @@ BOS, CHAT = partial(merging, bos=True), partial(words, template=True)
         (partial(words, bos=True), (None, "w5"), ([1, 5], 1)),
         (CHAT, ([[{"role": "user", "content": "w5 w6"}]], ["w7 w8"]), ([1, 5, 6, 7, 8], 3)),
     ],
-    ids=str,
+    ids=lambda each: None if callable(each) else str(each),
 )
 def test_which_tokens_are_scored(make: Callable[[], BatchGenerator], given: tuple[Any, Any], expected: Scored) -> None:
     assert_scored(make().score(*given), expected)
