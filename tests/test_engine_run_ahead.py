@@ -195,7 +195,11 @@ def test_the_report_of_a_stream_that_was_left_counts_no_step_ahead_as_computed_p
 
 def test_the_bar_ends_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = noted(
-        monkeypatch, Progress, "step", lambda self, *_: (self._bar.n, self._bar.total, self._written), after=True
+        monkeypatch,
+        Progress,
+        "step",
+        lambda self, *_: (self._bar._bar.n, self._bar._bar.total, self._written),
+        after=True,
     )
     result = answers("llama", some(16), {"steps_per_sync": 8}, max_new_tokens=60, eos_token_id=STOPS, progress=True)
     assert seen[-1][2] == result.report.new_tokens
