@@ -85,6 +85,13 @@ def made(task: str = "text-generation", **given: Any) -> Any:
         return pipeline(task, **{**defaults, **given})
 
 
+INPUTS = dict(word_tokenizer()(TEXTS, return_tensors="pt", padding=True))
+
+
+def by_generate(model: Any, **options: Any) -> Any:
+    return model.generate(**INPUTS, **{**GREEDY, **options}).tolist()
+
+
 @contextmanager
 def accelerated_throughout(owner: Any, **fields: Any) -> Iterator[Any]:
     """``owner``: a model, or a pipeline. Nothing may go to its own methods."""

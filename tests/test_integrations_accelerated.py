@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from typing import Any
 
 import pytest
 import torch
-from support_accelerated import CHATS, GREEDY, TEXTS, accelerated_throughout, alike, beyond_eight, made, reasons, same
+from support_accelerated import (
+    CHATS,
+    GREEDY,
+    TEXTS,
+    accelerated_throughout,
+    alike,
+    beyond_eight,
+    by_generate,
+    falls_back,
+    made,
+    reasons,
+    same,
+)
 from support_accelerated import inputs as inputs  # fixtures
 from support_accelerated import model as model
 from support_accelerated import tokenizer as tokenizer
+from support_families import FAMILIES
 from support_letter_tokenizers import letter_tokenizer
+from torch import nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -145,3 +161,70 @@ def test_ends_of_several_rows(model: Any, options: dict[str, Any]) -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [30, 31, 32, 33]])
     options = {"tokenizer": letter_tokenizer(), "eos_token_id": 99, "pad_token_id": 0, "max_new_tokens": 20, **options}
     alike(model, lambda model: model.generate(ids, **options))
+
+
+# -- models that are wrapped, or have a `generate` of their own ------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a model."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.config = inner.config
+
+    def get_base_model(self) -> Any:
+        return self.inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.generate(*args, **kwargs)
+
+
+class Foreign(nn.Module):
+    """A wrapper that nothing is known of."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def test_a_wrapped_model_is_accelerated_where_it_is_called(model: Any) -> None:
+    wrapper = Adapted(model)
+    alike(wrapper, by_generate)
+    falls_back(wrapper, "`trust_remote_code`", lambda wrapper: by_generate(wrapper, trust_remote_code=True))
+    with accelerated(wrapper):
+        assert "generate" not in vars(model)
+        assert pickle.loads(pickle.dumps(wrapper)).generate is not wrapper.generate
+    assert "generate" not in vars(wrapper)
+
+
+def test_a_wrapper_that_is_not_known_calls_what_it_wraps(model: Any) -> None:
+    wrapper = Foreign(model)
+    expected = by_generate(wrapper)
+    with reasons() as said, accelerated(wrapper):
+        assert by_generate(wrapper) == by_generate(copy.deepcopy(wrapper)) == expected
+    assert len(said) == 1 and "not a Foreign" in said[0]
+    with accelerated_throughout(model):  # where it can be done
+        assert by_generate(wrapper) == expected
+
+
+def test_a_generate_of_the_models_own_is_not_replaced_by_another() -> None:
+    family = FAMILIES["llama"]()
+
+    class Own(type(family)):  # type: ignore[misc]
+        def generate(self, *args: Any, **kwargs: Any) -> str:
+            return "own"
+
+    family.__class__ = Own
+    with accelerated(family), pytest.warns(UserWarning, match="Own has a `generate` of its own"):
+        assert family.generate(torch.tensor([[5]]), max_new_tokens=1) == "own"

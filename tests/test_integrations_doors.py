@@ -18,10 +18,10 @@ import pytest
 import torch
 from support_accelerated import (
     GREEDY,
+    INPUTS,
     TEXTS,
     accelerated_throughout,
-    alike,
-    falls_back,
+    by_generate,
     made,
     reasons,
     same,
@@ -42,7 +42,6 @@ from hf_batchllm import (
 )
 from hf_batchllm.model.runner import ModelRunner
 
-INPUTS = dict(word_tokenizer()(TEXTS, return_tensors="pt", padding=True))
 IDS = [ids[mask.bool()].tolist() for ids, mask in zip(INPUTS["input_ids"], INPUTS["attention_mask"], strict=True)]
 
 
@@ -50,10 +49,6 @@ class Door(NamedTuple):
     takes: Callable[[Any], Any]  # the model -> what `accelerated` takes
     call: Callable[..., Any]  # (that, options of generate) -> a result that can be compared
     methods: tuple[str, ...]  # that are replaced
-
-
-def by_generate(model: Any, **options: Any) -> Any:
-    return model.generate(**INPUTS, **{**GREEDY, **options}).tolist()
 
 
 def by_generate_batch(model: Any, **options: Any) -> Any:
@@ -430,70 +425,6 @@ def test_a_model_that_is_not_supported_works_as_ever(door: Door, family: str) ->
 def test_what_is_no_model_is_refused_by_name(given: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="takes a model that has a `generate`"), accelerated(given):
         pass
-
-
-class Adapted(nn.Module):
-    """As PEFT wraps a model."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        self.config = inner.config
-
-    def get_base_model(self) -> Any:
-        return self.inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.generate(*args, **kwargs)
-
-
-class Foreign(nn.Module):
-    """A wrapper that nothing is known of."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-
-def test_a_wrapped_model_is_accelerated_where_it_is_called(model: Any) -> None:
-    wrapper = Adapted(model)
-    alike(wrapper, by_generate)
-    falls_back(wrapper, "`trust_remote_code`", lambda wrapper: by_generate(wrapper, trust_remote_code=True))
-    with accelerated(wrapper):
-        assert "generate" not in vars(model)
-        assert pickle.loads(pickle.dumps(wrapper)).generate is not wrapper.generate
-    assert "generate" not in vars(wrapper)
-
-
-def test_a_wrapper_that_is_not_known_calls_what_it_wraps(model: Any) -> None:
-    wrapper = Foreign(model)
-    expected = by_generate(wrapper)
-    with reasons() as said, accelerated(wrapper):
-        assert by_generate(wrapper) == by_generate(copy.deepcopy(wrapper)) == expected
-    assert len(said) == 1 and "not a Foreign" in said[0]
-    with accelerated_throughout(model):  # where it can be done
-        assert by_generate(wrapper) == expected
-
-
-def test_a_generate_of_the_models_own_is_not_replaced_by_another() -> None:
-    family = FAMILIES["llama"]()
-
-    class Own(type(family)):  # type: ignore[misc]
-        def generate(self, *args: Any, **kwargs: Any) -> str:
-            return "own"
-
-    family.__class__ = Own
-    with accelerated(family), pytest.warns(UserWarning, match="Own has a `generate` of its own"):
-        assert family.generate(torch.tensor([[5]]), max_new_tokens=1) == "own"
 
 
 def test_a_model_that_both_doors_share() -> None:
