@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import ConfigError
-from .wording import a_kind, either, is_whole, shown
+from .wording import a_kind, did_you_mean, either, is_whole, shown
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -191,9 +190,7 @@ def _check_names(config: type[BatchConfig], fields: dict[str, Any]) -> None:
 def _unknown_field(name: str, names: list[str]) -> str:
     if name in _FROM_ELSEWHERE:
         return _FROM_ELSEWHERE[name]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean `{near[0]}`?" if near else f"; the fields are {', '.join(names)}"
-    return f"is not a field of BatchConfig{hint}"
+    return "is not a field of BatchConfig" + did_you_mean(name, names, f"; the fields are {', '.join(names)}")
 
 
 def _whole(config: BatchConfig, name: str, least: int, optional: bool = False) -> None:
@@ -209,7 +206,6 @@ def _whole(config: BatchConfig, name: str, least: int, optional: bool = False) -
 def _choice(config: BatchConfig, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        hint = did_you_mean(str(value), choices, form='"{}"')
         quoted = [f'"{choice}"' for choice in choices]
         raise ConfigError(f"`{name}` must be {either(quoted)}, not {shown(value)}{hint}")

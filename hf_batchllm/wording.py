@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -66,6 +67,14 @@ def either(names: Iterable[str]) -> str:
     """``a``, ``a or b``, ``a, b or c``."""
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6, form: str = "`{}`"
+) -> str:
+    """What follows "there is no such name": the nearest of those that are known, or else ``otherwise``."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {form.format(near[0])}?" if near else otherwise
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from ..errors import OptionValueError, UnsupportedModelError
 from ..notices import Notices
 from ..patches.adapter_swap import active_of, adapted_layers
-from ..wording import a_kind, shown
+from ..wording import a_kind, did_you_mean, shown
 from .base_model import base_model
 from .named_options import LEFT_OUT
 from .option_values import check_one_for_each
@@ -109,8 +108,7 @@ def active_adapters(model: nn.Module) -> Iterable[str]:
 
 
 def _which_there_are(name: str, configs: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, configs, n=1)
-    return f"the model has {_listed(configs)}" + (f"; did you mean {shown(near[0])}?" if near else "")
+    return f"the model has {_listed(configs)}" + did_you_mean(name, configs, form="'{}'")
 
 
 def _refuse_unsupported(model: nn.Module, names: Iterable[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..notices import Notices
-from ..wording import a_kind, shown
+from ..wording import a_kind, did_you_mean, shown
 from .images.image_parts import is_image_part
 from .prompt_options import PromptOptions
 
@@ -231,5 +230,4 @@ def _warn_of_template(options: PromptOptions, tokenizer: Any, notices: Notices) 
         notices("tools", "`tools` has no effect: the tokenizer's chat template does not name them")
     for name in given:
         if name not in words and (name not in parameters or name == "documents"):
-            near = difflib.get_close_matches(name, sorted(words), n=1)
-            yield name, f"; did you mean `{near[0]}`?" if near else ""
+            yield name, did_you_mean(name, sorted(words))

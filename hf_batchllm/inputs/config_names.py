@@ -7,13 +7,13 @@ A GenerationConfig keeps every name that it is made with, and ``generate`` looks
 from __future__ import annotations
 
 import copy
-import difflib
 from typing import Any, cast
 
 from transformers import GenerationConfig
 
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..notices import Notices
+from ..wording import did_you_mean
 from .option_row import OptionKind
 from .option_table import ALIASES, TABLE, names
 from .other_names import asks_for_nothing
@@ -60,8 +60,7 @@ def with_known_names(
         else:
             unknown.append(name)
     for name in unknown:
-        near = difflib.get_close_matches(name, [*_FIELDS, *ALIASES, *_OURS], n=1, cutoff=0.8)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
+        hint = did_you_mean(name, [*_FIELDS, *ALIASES, *_OURS], cutoff=0.8)
         notices(
             f"foreign name: {name}",
             f"`{name}` in the generation_config is the name of no option, and has no effect, as in `generate`{hint}",

@@ -63,9 +63,7 @@ class OptionRow:
     least: float | None = None
     most: float | None = None
     remedy: str = ""  # follows the words for a number out of the range
-    strict: bool = (
-        False  # the range holds in every call, and else in files: transformers decides what a call makes of it
-    )
+    strict: bool = False  # the range holds in every call; else in files alone, and transformers decides in a call
     limit: float | None = None  # more is refused in every call
     each: str = ""  # how the page names the lists that may hold one for each prompt, where the option takes them
     in_config: bool = False  # of ours, and yet a GenerationConfig may hold it

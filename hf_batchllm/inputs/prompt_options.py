@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OptionValueError, UnsupportedOptionError
-from ..wording import a_kind, first_line, shown
+from ..wording import a_kind, did_you_mean, first_line, shown
 from .option_table import PROMPT_OPTIONS, TABLE
 from .option_values import check_one_for_each, is_for_each, wrong_value
 
@@ -74,8 +73,7 @@ def prompt_options_alone(
             named = (*arguments, *allowed)
             if called is not None and name in called:
                 raise UnsupportedOptionError(name, f"is called `{called[name]}` in {call}()")
-            near = difflib.get_close_matches(name, named, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else f", which takes {', '.join(named)}"
+            hint = did_you_mean(name, named, f", which takes {', '.join(named)}")
             raise UnsupportedOptionError(name, f"is not an option of {call}(){hint}")
     return take_prompt_options(options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from ..config import BatchConfig
 from ..errors import UnsupportedOptionError
-from ..wording import shown
+from ..wording import did_you_mean, shown
 from .base_model import GenerativeModel
 from .images.prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES
 from .option_table import ALIASES, TABLE
@@ -40,8 +39,7 @@ def unknown_option(name: str, model: GenerativeModel) -> UnsupportedOptionError:
         if name.startswith(("pixel_values", "image_")):
             why += ", or chats with images (docs/images.md)"
         return UnsupportedOptionError(name, why)
-    near = difflib.get_close_matches(name, [*TABLE, *ALIASES], n=1, cutoff=0.7)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
+    hint = did_you_mean(name, [*TABLE, *ALIASES], cutoff=0.7)
     return UnsupportedOptionError(name, f"is not an option of generate{hint}")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
+
+from ..wording import did_you_mean
 
 OF_A_GENERATION = {
     "outputs": "a Generation is one answer: its text is `.text`. All answers to prompt i are result.by_prompt[i]",
@@ -36,6 +37,6 @@ def no_such(owner: object, name: str, instead: Mapping[str, str]) -> AttributeEr
     of_class = getattr(type(owner), name, None)
     if isinstance(of_class, property):
         of_class.__get__(owner)  # its own AttributeError says more, and is raised once more
-    near = difflib.get_close_matches(name, [each for each in dir(type(owner)) if not each.startswith("_")], 1, 0.8)
-    hint = f": {instead[name]}" if name in instead else f"; did you mean {near[0]!r}?" if near else ""
+    known = [each for each in dir(type(owner)) if not each.startswith("_")]
+    hint = f": {instead[name]}" if name in instead else did_you_mean(name, known, cutoff=0.8, form="'{}'")
     return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=owner)

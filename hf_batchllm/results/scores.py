@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -14,7 +13,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 from ..errors import OptionValueError
-from ..wording import counted, either, shown
+from ..wording import counted, did_you_mean, either, shown
 from .rows import Rows, row_repr
 from .run_report import RunReport, saved
 from .views.html import DASH, both_ends, cells, grouped, hidden, one_line, percent, seconds, table, text
@@ -138,8 +137,7 @@ class ScoreResult(Rows[Score]):
         (after an interrupt, in a slice): it may be the likeliest.
         """
         if not isinstance(per, str) or per not in _PER:
-            near = difflib.get_close_matches(str(per), _PER, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(per), _PER, form="'{}'")
             raise OptionValueError("per", f"must be {either(map(repr, _PER))}, not {shown(per)}{hint}")
         if per in ("character", "byte") and any(score.text is None and not score.error for score in self):
             raise OptionValueError("per", f"is {per!r}, and there is no text to measure: pass a tokenizer")
