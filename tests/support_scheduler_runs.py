@@ -16,7 +16,7 @@ from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.lineup import Lineup, line_up
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.requests_and_prefixes import Prefix, Request, Unit
+from hf_batchllm.planning.requests_and_prefixes import FinishReason, Prefix, Request, Unit
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.planning.step import Step
@@ -154,7 +154,8 @@ class Drive:
     def sample(self, step: Step) -> None:
         for request in step.sampling():
             token = len(request.generated) * 1000 + request.index
-            request.append(token, len(request.generated) + 1 >= self.stops[request])
+            stops = len(request.generated) + 1 >= self.stops[request]
+            request.take(token, FinishReason.STOP if stops else None)
             if request.done:
                 self.scheduler.finish(request)
         self.forget_free_pages()

@@ -235,7 +235,7 @@ def running(kind: type[Any], lengths: list[int], limits: list[int], pages: int, 
     step = scheduler.next()
     for request in step.sampling():
         request.expect()
-        request.append(1, False)
+        request.take(1)
     return scheduler
 
 

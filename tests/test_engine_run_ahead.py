@@ -24,7 +24,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.progress import Progress
 from hf_batchllm.model.owners_state import OwnersState
-from hf_batchllm.planning.requests_and_prefixes import Request
+from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 
 pytestmark = plain
@@ -212,7 +212,7 @@ def test_a_request_that_has_stopped_waits_for_nothing() -> None:
     request.expect()
     request.computed = 5
     request.expect()
-    request.append(7, is_stop=True)
+    request.take(7, FinishReason.STOP)
     assert request.done and request.pending == 0 and request.length == 5
 
 

@@ -107,7 +107,7 @@ def test_deep_chains_need_no_recursion() -> None:
     assert max(len(request.ancestors()) for request in drive.lineup.requests) > 1000
     while (step := scheduler.next()) is not None:  # unchecked: what is checked for each token is cubic here
         for request in step.sampling():
-            request.append(1, False)
+            request.take(1)
             if request.done:
                 scheduler.finish(request)
     cache.check_integrity([])

@@ -68,7 +68,7 @@ def test_schedulers_do_not_cut_them(scheduler: Any, budget: int) -> None:
             assert len(step.chunks) == 1
             assert not step.rows
         for unit in step.sampling():
-            unit.append(1, False)
+            unit.take(1)
             if unit.done:
                 chosen.finish(unit)
     assert all(unit.done for unit in [*requests, alone])
@@ -90,7 +90,7 @@ def test_images_do_not_wait_until_all_rows_have_ended(budget: int) -> None:
         steps += 1
         most_rows = max(most_rows, len(step.rows))
         for unit in step.sampling():
-            unit.append(1, False)
+            unit.take(1)
             if unit.done:
                 chosen.finish(unit)
     assert most_rows == count

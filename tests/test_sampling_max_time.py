@@ -193,7 +193,7 @@ def test_schedulers_let_go_of_whoever_they_are_told_to(kind: type[Any], seed: in
     while (step := scheduler.next()) is not None:
         for request in step.sampling():
             request.expect()
-            request.append(1, False)
+            request.take(1)
             if request.done:
                 scheduler.finish(request)
         left = [request for request in left if not request.done]

@@ -282,19 +282,17 @@ class Request(Unit):
         assert made <= self.max_new_tokens
         self.pending += tokens
 
-    def append(self, token: int, is_stop: bool) -> None:
-        """Take a sampled token; ``is_stop``: whether it ends the answer."""
-        self.extend([token], FinishReason.STOP if is_stop else None)
-
-    def take(self, token: int) -> None:
-        """Take a sampled token that ends nothing but what its limit ends: as ``extend``, without lists."""
+    def take(self, token: int, reason: FinishReason | None = None) -> None:
+        """Take a sampled token; ``reason``: why it ends the answer, if it does. As ``extend``, without lists."""
         assert self.finish_reason is None
         if self.pending:
             self.pending -= 1
         else:
             assert self.computed == self.length, "a token was sampled before its prompt"
         self.generated.append(token)
-        if len(self.generated) >= self.max_new_tokens:
+        if reason:
+            self.end(reason)
+        elif len(self.generated) >= self.max_new_tokens:
             self.end(FinishReason.LENGTH)
 
     def extend(self, tokens: list[int], reason: FinishReason | None) -> None:
