@@ -58,8 +58,9 @@ class BaseScheduler(ABC):
 
     @abstractmethod
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
-        """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready.
+        """A call begins: ``requests`` with their prefixes attached, the cache ready.
 
+        They come in any order. The plan's is that of ``request.rank``, in which neighbours share most.
         Where prompts have different adapters, the call begins with the requests of one adapter. It begins again with
         those of the next one when the first are done.
         """
