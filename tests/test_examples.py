@@ -48,6 +48,13 @@ def test_quickstart(run: Any) -> None:
     assert printed.count("result[") == 2
 
 
+def test_by_hand(run: Any) -> None:
+    printed = run("by_hand")
+    computed, asked = map(int, re.findall(r"^(\d+) of (\d+) prompt tokens", printed)[0])
+    assert computed < asked / 2
+    assert all(answer in printed for answer in ("Ana Reis", "4 kilograms", "Rui Costa", "Green and blue"))
+
+
 def test_rag(run: Any) -> None:
     printed = run("rag")
     assert _percent(r"question_first .*\((\d+)% saved\)", printed) + 25 < _percent(
