@@ -12,7 +12,7 @@ from test_rooms import _WITHOUT_A_FILE, FOLDERS, ROOMS, ROOT, modules, room
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("rooms/*.md")])
-WALKS = [DOCS / "structures.md", *sorted(DOCS.glob("rooms/*.md"))]
+WALKS = [DOCS / "structures.md", DOCS / "seams.md", *sorted(DOCS.glob("rooms/*.md"))]
 FILE = re.compile(r"(?<![\w./*-])(?:[\w-]+/)*[\w-]+\.py\b")
 NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
 SOURCES = ("hf_batchllm", "kernels", "patches", "tests", "examples", "docs")
