@@ -34,7 +34,7 @@ def lined_up(
 ) -> Lineup:
     prompts = [prompt for prompt in prompts_of(rows, key) for _ in range(samples)]
     plan = plan_sharing(prompts, min_shared_tokens=fee, new_tokens=new)
-    return line_up(prompts, plan, [new] * len(prompts), cache, samples)
+    return line_up(prompts, plan, [new] * len(prompts), cache, [samples] * len(rows))
 
 
 def run(lineup: Lineup, cache: PagedCache) -> None:

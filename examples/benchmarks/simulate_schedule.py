@@ -80,7 +80,7 @@ def simulate(case: Case, scheduler: BaseScheduler, budget: int = _BUDGET) -> Out
     limits = answers if case.known else [case.workload.new] * len(answers)
     plan = plan_sharing(prompts, new_tokens=limits)
     cache = PagedCache(int(case.memory // (LLAMA_8B.kv_bytes * _PAGE)), _PAGE)
-    lineup = line_up(prompts, plan, limits, cache, can_stop=not case.known)
+    lineup = line_up(prompts, plan, limits, cache, can_stop=[not case.known] * len(prompts))
     if lineup.too_long:
         raise ValueError(f"{case.name}: {len(lineup.too_long)} prompts do not fit into {case.memory / 1e9:.0f} GB")
     gpu = SimulatedGpu(answers, _STOP)

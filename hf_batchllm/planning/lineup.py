@@ -67,21 +67,19 @@ def line_up(
     plan: SharingPlan,
     max_new_tokens: Sequence[int],
     cache: PagedCache,
-    samples: int | Sequence[int] = 1,
-    can_stop: bool | Sequence[bool] = True,
+    samples: Sequence[int] | None = None,
+    can_stop: Sequence[bool] | None = None,
     reach: Sequence[int] | None = None,
     widths: Sequence[int] | None = None,
 ) -> Lineup:
     """A request for each entry of ``prompts``, in which a prompt of several samples stands as many times.
 
-    ``samples``: how many there are of each prompt, or of every prompt; ``can_stop``: of each request, or of all.
+    ``samples``: how many there are of each prompt; None: one. ``can_stop``: of each request; None: all of them can.
     ``reach``: how many tokens of each prompt may come from prefixes that an earlier call kept, which give no logits;
     None: all. ``widths``: in a beam search, the number of beams of each prompt.
     """
-    if isinstance(samples, int):
-        samples = [samples] * (len(prompts) // samples)
-    owners = [(index, sample) for index, count in enumerate(samples) for sample in range(count)]
-    stops = [can_stop] * len(prompts) if isinstance(can_stop, bool) else can_stop
+    each = [1] * len(prompts) if samples is None else samples
+    owners = [(index, sample) for index, count in enumerate(each) for sample in range(count)]
     prefixes: list[Prefix] = []
     lineup = Lineup([], prefixes)
     rank = np.empty(len(prompts), dtype=np.int64)
@@ -113,7 +111,7 @@ def line_up(
             rank=int(rank[place]),
             start=shared - copied,
             key=prompt.key,
-            can_stop=stops[place],
+            can_stop=can_stop is None or can_stop[place],
             keys=prompt.keys,
             places=prompt.places,
             two_way=prompt.two_way,
