@@ -75,6 +75,7 @@ def generate(
             request.take(token, FinishReason.STOP if token in end_tokens else None)
             if request.done:
                 scheduler.finish(request)  # its pages are free for others
+    runner.restore()  # nothing of the steps stays behind, in the model or in memory
     return [request.generated for request in requests]
 
 
