@@ -21,11 +21,12 @@ import torch
 from support_calls import noted
 from support_device_loop import run_over_twins
 from support_families import build
+from support_parity import cache_of
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine import wiring
 from hf_batchllm.engine.beams import scheduler
-from hf_batchllm.engine.beams.loop import BeamEngine
+from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.state_storage import StateStorage
 
@@ -155,15 +156,20 @@ def random_case(rng: random.Random, families: Sequence[str] = FAMILIES, tight: b
     return case
 
 
+def groups_of(engine: Any) -> list[Any]:
+    """Of each prompt of a beam search."""
+    return [*engine.collector.groups.values()]
+
+
 @contextmanager
 def proved() -> Iterator[list[int]]:
     """The cache is proved whole after every step, over memory that holds NaN. Gives the pages held after each."""
-    step, of, state_of, held = BeamEngine._step, KVStorage.of, StateStorage.of, []
+    step, of, state_of, held = Engine._launch, KVStorage.of, StateStorage.of, []
 
-    def checked(self: BeamEngine, given: Any) -> Any:
+    def checked(self: Engine, given: Any) -> Any:
         result = step(self, given)
-        cache = self.scheduler.cache
-        groups = [group for group in self.groups if not group.root.done]
+        cache = cache_of(self.scheduler)
+        groups = [group for group in groups_of(self) if not group.root.done]
         cache.check_integrity([unit for group in groups for unit in (group.root, *group.beams) if unit.in_use])
         held.append(cache.num_pages - cache.free_pages)
         return result
@@ -181,7 +187,7 @@ def proved() -> Iterator[list[int]]:
         return states.fill_(float("nan")) if new else states
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BeamEngine, "_step", checked)
+        patch.setattr(Engine, "_launch", checked)
         patch.setattr(KVStorage, "of", poisoned)
         patch.setattr(StateStorage, "of", poisoned_states)
         yield held
@@ -196,7 +202,7 @@ def clock_of(patch: pytest.MonkeyPatch, each_step: float = 0.0) -> list[float]:
     def note(*_: Any) -> None:
         now[0] += each_step
 
-    noted(patch, BeamEngine, "_step", note)
+    noted(patch, Engine, "_launch", note)
     return now
 
 

@@ -126,9 +126,8 @@ def seconds_of(
             return 1 if dice.random() < right else 2
 
         while sum(len(request.generated) for request in requests) < 700 * rows:
-            step, waited = Step(requests), drafts.must_know
-            step.times = drafts.most_times(step, times)
-            step = drafts.added(step)
+            waited, step = drafts.must_know, drafts.added(Step(requests))
+            step.times = 1 if step.is_drafted else times
             began, clock.now = clock.now, clock.now + (host if waited else 0.0)
             launched = clock.now
             drafts.launched(step)

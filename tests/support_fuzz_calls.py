@@ -13,13 +13,14 @@ import support_fuzz_models as models
 import torch
 from support_drafts import always_pay
 from support_fuzz_cases import Ask, Case
+from support_parity import cache_of
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
+from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.engine.cost import Times
 from hf_batchllm.engine.drafts import assisted
 from hf_batchllm.engine.drafts.assisted import Assisted
-from hf_batchllm.engine.loop import Engine
 from hf_batchllm.errors import CacheMemoryError
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
@@ -56,12 +57,12 @@ def running_as(case: Case) -> Iterator[None]:
 
 def _prove_caches(patch: pytest.MonkeyPatch) -> None:
     """And memory that nobody has written holds NaN."""
-    collect, of = Engine.collect, KVStorage.of
+    collect, of = TokenCollector.collect, KVStorage.of
 
-    def checked(self: Engine, *given: Any) -> Any:
-        finished = collect(self, *given)
-        self.scheduler.cache.check_integrity()  # type: ignore[attr-defined]
-        return finished
+    def checked(self: TokenCollector, *given: Any) -> Any:
+        found = collect(self, *given)
+        cache_of(self.scheduler).check_integrity()
+        return found
 
     def poisoned(self: KVStorage, layer: Any, *given: Any) -> Any:
         new = layer not in self._layers
@@ -71,7 +72,7 @@ def _prove_caches(patch: pytest.MonkeyPatch) -> None:
                 tensor.fill_(float("nan"))
         return pair
 
-    patch.setattr(Engine, "collect", checked)
+    patch.setattr(TokenCollector, "collect", checked)
     patch.setattr(KVStorage, "of", poisoned)
 
 

@@ -15,7 +15,7 @@ import torch
 from support_families import build, random_prompts
 
 from hf_batchllm import BatchGenerator, BatchResult, GeneratorPool, run_file
-from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.collector import TokenCollector
 
 Rows = list[str]  # of a prompt's samples, all that is known of each
 OPTIONS: dict[str, Any] = {
@@ -86,15 +86,15 @@ def a_file_that_was_cut_off_is_the_same(
     source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     run: dict[str, Any] = {"max_new_tokens": 5, "seed": 7, "window_bytes": 1500, "progress": False, **options}
     run_file(generator, source, whole, **run)
-    collect, steps = Engine.collect, iter(range(1000))
+    collect, steps = TokenCollector.collect, iter(range(1000))
 
-    def cut_off(self: Engine, *given: Any) -> Any:
+    def cut_off(self: TokenCollector, *given: Any) -> Any:
         if out.exists() and out.stat().st_size and next(steps) == 3:
             raise KeyboardInterrupt
         return collect(self, *given)
 
     with monkeypatch.context() as patches:
-        patches.setattr(Engine, "collect", cut_off)
+        patches.setattr(TokenCollector, "collect", cut_off)
         with pytest.raises(KeyboardInterrupt):
             run_file(generator, source, out, **run)
     done = out.read_text().count("\n")

@@ -15,7 +15,7 @@ from support_families import PROMPT_KINDS, build, family_params, gaps, logits_of
 from transformers import PreTrainedModel
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.inputs.base_model import base_model
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
@@ -141,15 +141,20 @@ def pages_of_memory(model: PreTrainedModel, pages: int, page_size: int) -> int:
     return architecture.kv_bytes_per_token * page_size * pages + _STATES * architecture.slot_bytes
 
 
+def cache_of(scheduler: Any) -> Any:
+    """The page cache of an engine's scheduler, which may be within another one."""
+    return getattr(scheduler, "inner", scheduler).cache
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The cache is proved whole after every step, and memory that nobody wrote holds NaN. Gives the caches seen."""
     caches: list[Any] = []
-    collect, of = Engine.collect, KVStorage.of
+    collect, of = TokenCollector.collect, KVStorage.of
 
-    def checked_collect(self: Engine, flight: Any, tokens: list[int]) -> Any:
+    def checked_collect(self: TokenCollector, flight: Any, tokens: list[int]) -> Any:
         finished = collect(self, flight, tokens)
-        cache = self.scheduler.cache  # type: ignore[attr-defined]
+        cache = cache_of(self.scheduler)
         cache.check_integrity()
         if cache not in caches:
             caches.append(cache)
@@ -163,7 +168,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 tensor.fill_(float("nan"))
         return pair
 
-    monkeypatch.setattr(Engine, "collect", checked_collect)
+    monkeypatch.setattr(TokenCollector, "collect", checked_collect)
     monkeypatch.setattr(KVStorage, "of", poisoned_of)
     return caches
 

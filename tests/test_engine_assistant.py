@@ -395,7 +395,7 @@ def test_it_costs_little_where_it_is_wrong(kind: type[Assisted], rows: int, monk
         """Where the assistant takes so many for a token."""
 
         def make(requests: list[Request], clock: Clock, _: random.Random) -> Assisted:
-            room: Any = lambda _, end: end, None, 10**6
+            room: Any = lambda _, end: end, 10**6
             return kind(*GIVEN, requests, *room, assistant=Stub(clock, assistant), ratio=assistant)
 
         times = 16 if kind is AssistedAhead else 1

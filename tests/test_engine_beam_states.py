@@ -130,7 +130,7 @@ class Search:
         assert not lineup.too_long
         roots = lineup.requests
         self.groups = {root: BeamGroup(root, self.cache, []) for root in roots if isinstance(root, Branch)}
-        self.scheduler = BeamScheduler([*self.groups.values()], gather_rows=self.rng.choice([0, 3]))
+        self.scheduler = BeamScheduler(self.groups, gather_rows=self.rng.choice([0, 3]))
         self.scheduler.start(roots, self.cache, self.budget)
         self.scheduler.depth = 2 if self.turns else 1
         flights: deque[Step] = deque()

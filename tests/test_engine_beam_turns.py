@@ -32,8 +32,17 @@ from support_families import build
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
-from hf_batchllm.engine.beams.loop import BeamEngine
+from hf_batchllm.engine.beams.collector import BeamCollector
 from hf_batchllm.engine.beams.scheduler import BeamScheduler
+from hf_batchllm.engine.loop import Engine
+from hf_batchllm.planning.requests_and_prefixes import Branch
+from hf_batchllm.planning.step import Step
+
+
+def roots_of(step: Step) -> set[Any]:
+    """The prompts of all beams that have a part in a step."""
+    units = [*step.rows, *(chunk.unit for chunk in step.chunks)]
+    return {unit.root for unit in units if isinstance(unit, Branch)}
 
 
 class Watched:
@@ -42,26 +51,27 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.alone = self.beside = 0  # steps launched while none was on its way, and while one was
         self.rows: list[int] = []
-        step, collect = BeamEngine._step, BeamEngine._collect
+        step, collect = Engine._launch, BeamCollector.collect
         self._flying: list[set[Any]] = []
 
-        def watched_step(engine: BeamEngine, given: Any) -> Any:
+        def watched_step(engine: Engine, given: Any) -> Any:
             flight = step(engine, given)
-            assert not any(flight.roots & other for other in self._flying), "a group has a part in two steps"
+            roots = roots_of(given)
+            assert not any(roots & other for other in self._flying), "a group has a part in two steps"
             self.alone += not self._flying
             self.beside += bool(self._flying)
-            self._flying.append(flight.roots)
+            self._flying.append(roots)
             assert len(self._flying) <= 2
             if not given.chunks:
                 self.rows.append(len(given.rows))
             return flight
 
-        def watched_collect(engine: BeamEngine, flight: Any) -> Any:
-            assert self._flying.pop(0) is flight.roots, "the oldest step is collected first"
-            return collect(engine, flight)
+        def watched_collect(collector: BeamCollector, flight: Any, *given: Any) -> Any:
+            assert self._flying.pop(0) == roots_of(flight.step), "the oldest step is collected first"
+            return collect(collector, flight, *given)
 
-        patch.setattr(BeamEngine, "_step", watched_step)
-        patch.setattr(BeamEngine, "_collect", watched_collect)
+        patch.setattr(Engine, "_launch", watched_step)
+        patch.setattr(BeamCollector, "collect", watched_collect)
 
 
 @pytest.fixture
@@ -148,15 +158,15 @@ def test_time_is_over_once_all_has_been_seen(watched: Watched, monkeypatch: pyte
 
 def test_after_an_interrupt_nothing_is_left(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = BatchGenerator(build(FAMILY), page_size=4)
-    choose = BeamEngine.choose
+    choose = BeamCollector.choose
 
-    def stops(self: BeamEngine, candidates: Any) -> Any:
-        if self.groups[-1].made == 5:
+    def stops(self: BeamCollector, candidates: Any) -> Any:
+        if [*self.groups.values()][-1].made == 5:
             raise KeyboardInterrupt
         return choose(self, candidates)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BeamEngine, "choose", stops)
+        patch.setattr(BeamCollector, "choose", stops)
         lengths = [GenerationConfig(num_beams=3, max_new_tokens=2 + 8 * (index > 1)) for index in range(len(PROMPTS))]
         with pytest.raises(GenerationInterrupted) as caught:
             generator.generate(PROMPTS, lengths)

@@ -24,6 +24,7 @@ from support_beam_cases import (
     assert_as_generate,
     check,
     clock_of,
+    groups_of,
     proved,
     random_case,
     run,
@@ -38,7 +39,7 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, PromptError, accelerated
 from hf_batchllm.engine.beams.candidates import draw_candidates
-from hf_batchllm.engine.beams.loop import BeamEngine
+from hf_batchllm.engine.loop import Engine
 from hf_batchllm.wording import shown_size
 
 # -- as generate -----------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def test_after_an_interrupt_all_pages_are_free(monkeypatch: pytest.MonkeyPatch) 
     model = build(FAMILY)
     generator = BatchGenerator(model, page_size=4)
     with monkeypatch.context() as patch:
-        failing(patch, BeamEngine, "_step", {6}, KeyboardInterrupt)
+        failing(patch, Engine, "_launch", {6}, KeyboardInterrupt)
         lengths = [GenerationConfig(num_beams=3, max_new_tokens=2 + 8 * (index > 1)) for index in range(len(PROMPTS))]
         with pytest.raises(GenerationInterrupted) as caught:
             generator.generate(PROMPTS, lengths)
@@ -253,10 +254,10 @@ def test_nothing_was_computed_again_where_a_call_ends_half_way(monkeypatch: pyte
     generator = BatchGenerator(build(FAMILY), max_batch_tokens=2)
     now, done = clock_of(monkeypatch), 0
 
-    def late(self: BeamEngine, given: Any) -> Any:
+    def late(self: Engine, given: Any) -> Any:
         nonlocal done
         result = step(self, given)
-        if any(0 < len(group.logits) < len(group.beams) for group in self.groups):
+        if any(0 < len(group.logits) < len(group.beams) for group in groups_of(self)):
             done += 1
             if done == 2:
                 if error is None:
@@ -265,8 +266,8 @@ def test_nothing_was_computed_again_where_a_call_ends_half_way(monkeypatch: pyte
                     raise error
         return result
 
-    step = BeamEngine._step
-    monkeypatch.setattr(BeamEngine, "_step", late)
+    step = Engine._launch
+    monkeypatch.setattr(Engine, "_launch", late)
     for error in (None, ValueError("a hook of the user's")):
         now[0], done = 0.0, 0
         try:

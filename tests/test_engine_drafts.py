@@ -18,9 +18,9 @@ from support_parity import watched as watched  # a fixture
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.engine.at_once import AtOnce
 from hf_batchllm.engine.cost import Times
 from hf_batchllm.engine.drafts.drafts import Drafts
-from hf_batchllm.engine.loop import AtOnce
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.requests_and_prefixes import Request
@@ -301,7 +301,7 @@ def test_drafts_cost_little_where_guesses_are_wrong(rows: int, each: float, monk
     monkeypatch.undo()
 
     def make(requests: list[Request], *_: Any) -> Drafts:
-        drafts = Drafts(*GIVEN, requests, lambda _, end: end, lambda *_: np.empty((0, 1)), 64)
+        drafts = Drafts(*GIVEN, requests, lambda _, end: end, 64)
         drafts._guess = lambda _: [1] * 8  # type: ignore[method-assign]
         return drafts
 

@@ -272,15 +272,15 @@ def test_batches_in_a_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_prompts_that_come_between(scheduler: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where most steps have no guess: they run in the same room, until a prompt is to be run."""
     run_over_twins(monkeypatch)
-    dice, own, chunks = random.Random(3), DraftsAhead.most_times, [0, 0]
+    dice, own, chunks = random.Random(3), DraftsAhead.added, [0, 0]
 
-    def most_times(self: DraftsAhead, step: Step, most: int) -> int:
+    def added(self: DraftsAhead, step: Step) -> Step:
         chunks[0] += bool(step.chunks) and self.must_know
-        times = own(self, step, most)
-        chunks[1] += self._planned is not None and not self._planned.drafts
-        return times
+        drafted = own(self, step)
+        chunks[1] += drafted is not step and not drafted.drafts
+        return drafted
 
-    monkeypatch.setattr(DraftsAhead, "most_times", most_times)
+    monkeypatch.setattr(DraftsAhead, "added", added)
     model = model_on("cpu", "llama")
     config: dict[str, Any] = {"scheduler": scheduler, "kv_memory": pages_of_memory(model, pages, 16)}
     options = {"max_new_tokens": 60, "eos_token_id": list(range(0, 97, 20)), "do_sample": True, "seed": 3}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from support_calls import noted
@@ -15,13 +14,14 @@ from hf_batchllm.engine.cost import StepSeconds
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
 from hf_batchllm.planning.requests_and_prefixes import Request
+from hf_batchllm.planning.step import Step
 
 Guesses = Callable[[Request, random.Random], bool]  # whether an answer has a guess
 EACH = 1 / 320
 
 
 def ahead(requests: list[Request]) -> DraftsAhead:
-    return DraftsAhead(*GIVEN, requests, lambda _, end: end, None, 10**6)
+    return DraftsAhead(*GIVEN, requests, lambda _, end: end, 10**6)
 
 
 def seconds_of(
@@ -78,16 +78,16 @@ def test_a_pause_of_the_callers_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> No
 
     def make(requests: list[Request], clock: Clock, _: random.Random) -> DraftsAhead:
         drafts = ahead(requests)
-        drafts._guess, own = lambda _: [1] * 8, drafts.most_times  # type: ignore[method-assign]
+        drafts._guess, own = lambda _: [1] * 8, drafts.added  # type: ignore[method-assign]
 
-        def most_times(*given: Any) -> int:
-            times = own(*given)
-            if drafts._planned is not None:
+        def added(step: Step) -> Step:
+            found = own(step)
+            if found is not step:
                 drafted.append(1)
                 clock.now += 50 if len(drafted) == 10 else 0
-            return times
+            return found
 
-        drafts.most_times = most_times  # type: ignore[method-assign]
+        drafts.added = added  # type: ignore[method-assign]
         return drafts
 
     timing = {"times": 16, "host": 0.1, "size_of": size_of, "paused": 50}

@@ -64,7 +64,7 @@ def test_requests_that_end_at_any_step(family: str, depth: int, watched: list[An
     prompts, config = mixed_prompts(4), {"steps_per_sync": depth, "page_size": 8}
     result = answers(family, prompts, config, max_new_tokens=30, eos_token_id=STOPS)
     assert_best("cpu", family, prompts, result, 30, STOPS)
-    assert engines[0].idle_tokens > 0
+    assert engines[0].collector.idle_tokens > 0
     assert result.report.computed_tokens == BatchGenerator(build(family), **config).plan(prompts).computed_tokens
 
 

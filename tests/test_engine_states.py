@@ -19,7 +19,7 @@ from support_parity import watched as watched  # a fixture
 from support_score import assert_right, questions
 
 from hf_batchllm import BatchGenerator, CacheMemoryError, PromptError, UnsupportedModelError
-from hf_batchllm.engine.loop import AtOnce
+from hf_batchllm.engine.at_once import AtOnce
 from hf_batchllm.planning.requests_and_prefixes import Unit
 from hf_batchllm.planning.scheduler import GroupScheduler
 

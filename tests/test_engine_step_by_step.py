@@ -15,9 +15,9 @@ from support_parity import mixed_prompts, pages_of_memory
 from transformers import GenerationConfig, LogitsProcessor, WatermarkingConfig
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.seats import Seats
-from hf_batchllm.engine.loop import Engine
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 PROMPTS = mixed_prompts(2)[:12]
@@ -104,9 +104,9 @@ def test_a_processor_is_asked_once_for_each_token_and_never_beyond_the_end(devic
 def test_the_host_works_while_the_device_does(steps: int | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is launched before the tokens of the one before it are taken down; with ``steps_per_sync=1``, after."""
     happened: list[str] = []
-    run, collect = DecodeGraphs.run, Engine.collect
+    run, collect = DecodeGraphs.run, TokenCollector.collect
     monkeypatch.setattr(DecodeGraphs, "run", lambda *given: happened.append("run") or run(*given))
-    monkeypatch.setattr(Engine, "collect", lambda *given: happened.append("collect") or collect(*given))
+    monkeypatch.setattr(TokenCollector, "collect", lambda *given: happened.append("collect") or collect(*given))
     config = {"page_size": 16, "steps_per_sync": steps}
     answers(model_on(device, "llama"), PROMPTS[:3], config, max_new_tokens=8, eos_token_id=None, **MANY)
     ahead = happened.index("run") < happened.index("collect")

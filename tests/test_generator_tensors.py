@@ -14,6 +14,7 @@ import pytest
 import support_step_tensors
 import torch
 from support_accelerated import tokenizer as tokenizer  # a fixture
+from support_calls import failing
 from support_families import build, family_params
 from support_llama_calls import FAMILY
 from support_llama_calls import generator as generator  # a fixture
@@ -22,7 +23,7 @@ from transformers import Cache, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_batchllm import BatchGenerator, BatchResult, GenerationInterrupted, PromptError, UnsupportedOptionError
-from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.inputs.padded_batch import take_padded
 from hf_batchllm.planning.scheduler import GroupScheduler
 
@@ -310,14 +311,7 @@ def test_the_last_report_stays_within_reach(generator: BatchGenerator) -> None:
 
 
 def test_an_interrupt_hands_over_what_had_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    collect = Engine.collect
-
-    def interrupted(self: Engine, *args: Any) -> Any:
-        if self.steps > 6:
-            raise KeyboardInterrupt
-        return collect(self, *args)
-
-    monkeypatch.setattr(Engine, "collect", interrupted)
+    failing(monkeypatch, TokenCollector, "collect", {7}, KeyboardInterrupt)
     # Rows do not wait for each other: some are finished before others begin.
     generator = BatchGenerator(build(FAMILY), max_batch_tokens=16, scheduler=GroupScheduler())
     with pytest.raises(GenerationInterrupted) as caught:

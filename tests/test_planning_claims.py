@@ -81,13 +81,13 @@ def test_what_another_has_is_withdrawn_and_the_rest_runs(
 
 
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
 @pytest.mark.filterwarnings("ignore:`scheduler` has no effect")
-def test_only_claimed_prompts_are_run(scheduler: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_claimed_prompts_are_run(scheduler: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, claims = random_prompts(random.Random(2), 97, "nested", 12), Others({1, 2, 5, 11})
-    found = run_with(claims, monkeypatch, build("llama"), prompts, scheduler, num_beams=beams)
+    found = run_with(claims, monkeypatch, build("llama"), prompts, scheduler, **options)
     assert sorted(found) == [0, 3, 4, 6, 7, 8, 9, 10]
-    if beams == 1:
+    if "num_beams" not in options:
         with BatchGenerator(build("llama")) as whole:
             assert_parity("llama", prompts, whole.generate(prompts, max_new_tokens=5, eos_token_id=None), 5)
             wanted = whole.generate(prompts, max_new_tokens=5, eos_token_id=None).token_ids

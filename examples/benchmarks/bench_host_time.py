@@ -32,6 +32,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.workload import shape
 from hf_batchllm.engine import wiring
 from hf_batchllm.engine.call import Call
+from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.engine.extra_outputs import ExtraOutputs
 from hf_batchllm.engine.job import JobChecks
 from hf_batchllm.engine.loop import Engine
@@ -161,7 +162,7 @@ def take_the_device_out(phases: Phases | None, cpu: bool) -> None:
     phases.around(Engine, "_launch", "launching")
     phases.around(ModelRunner, "_step", "launching")
     globals()["_make_lists"] = _timed(phases, _make_lists, "work lists")
-    phases.around(Engine, "collect", "collecting")
+    phases.around(TokenCollector, "collect", "collecting")
     phases.around(GroupScheduler, "finish", "finishing")
     phases.around(TokenizerLoader, "decode", "decoding")
     phases.around(ExtraOutputs, "generation", "results")

@@ -24,6 +24,7 @@ from simulated_gpu import H200, LLAMA_8B, SimulatedGpu
 
 from hf_batchllm.bench.floor import Floor, floor_of
 from hf_batchllm.bench.workload import Workload
+from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.smaller_steps import SmallerSteps
 from hf_batchllm.engine.timekeeper import Timekeeper
@@ -89,7 +90,8 @@ def simulate(case: Case, scheduler: BaseScheduler, budget: int = _BUDGET) -> Out
     timekeeper = Timekeeper(clock=gpu.clock, ahead=True)
     smaller = SmallerSteps(scheduler, torch.device("cpu"), _PAGE, Notices())
     depth = 2 * gpu.most_times
-    engine = Engine(scheduler, _NoBuilder(), gpu, endings, depth, timekeeper, smaller)  # type: ignore[arg-type]
+    collector = TokenCollector(lineup.requests, scheduler, endings, timekeeper)
+    engine = Engine(scheduler, _NoBuilder(), gpu, collector, depth, timekeeper, smaller)  # type: ignore[arg-type]
     timekeeper.start(cache)
     scheduler.start(lineup.requests, cache, budget)
     for _ in engine.run():

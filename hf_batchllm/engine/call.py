@@ -31,7 +31,6 @@ from ..results.run_report import RunReport
 from ..sampling.device_logprobs import MOST_LIKELY
 from ..sampling.earlier_answers import EarlierAnswers
 from .adapter_turns import AdapterTurns
-from .beams.loop import BeamEngine
 from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
@@ -97,7 +96,7 @@ class Call:
         self._wiring: Wiring | None = None
         self._images: ImageFeatures | None = None  # that prompts show
         self._earlier_preemptions = 0  # of adapters whose turn is over
-        self.engine: Engine | BeamEngine
+        self.engine: Engine
 
     # -- before the first step -----------------------------------------------------------------------------------
 
@@ -225,12 +224,8 @@ class Call:
             self._earlier,
             self._assistant,
         )
-        self.answers: Sequence[Request] = requests
-        if self.job.widths is not None:
-            self.engine = wiring.beam_engine()
-            self.answers = self.engine.answers
-            return
         self.engine = wiring.engine()
+        self.answers: Sequence[Request] = self.engine.collector.answers
 
     @property
     def _graphs(self) -> StepsAsGraphs | None:
@@ -260,7 +255,7 @@ class Call:
         """The scheduler begins with all requests, or with those of one adapter."""
         scheduler = self.engine.scheduler
         if len(requests) < len(self.lineup.requests):
-            self.engine.endings.take_turn(requests)
+            self.engine.collector.endings.take_turn(requests)
         before = scheduler.preemptions if turn else 0
         scheduler.claims = self._claims
         if self._claims is not None and not scheduler.asks_claims:
@@ -422,8 +417,10 @@ class Call:
         if not Stage.RUNNING <= self._stage <= Stage.COMPLETE:
             return None
         launcher = self._graphs
+        assert self._wiring is not None
         report = report_of(
             self.engine,
+            self._wiring.drafts,
             self.cache,
             self.lineup,
             self.answers,

@@ -12,13 +12,14 @@ from ..planning.state_slots import StateSlots
 from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
 from ..wording import counted, shown_size
-from .beams.loop import BeamEngine
+from .drafts.drafts import Drafts
 from .loop import Engine
 from .timekeeper import Timekeeper
 
 
 def report_of(
-    engine: Engine | BeamEngine,
+    engine: Engine,
+    drafts: Drafts | None,
     cache: PagedCache,
     lineup: Lineup,
     requests: Sequence[Request],
@@ -40,15 +41,10 @@ def report_of(
     lengths = sum(request.prompt_tokens for request in requests)
     seconds = timekeeper.seconds
     recomputed = cache.lost_tokens - cache.still_lost(request for request in lineup.requests if not request.done)
-    drafts = None if isinstance(engine, BeamEngine) else engine.drafts
-    if isinstance(engine, BeamEngine):
-        decoded = engine.decoded
-        recomputed += engine.beam_tokens - decoded
-    else:
-        decoded = sum(max(request.made - 1, 0) for request in requests) - engine.never_run
-        decoded += 0 if drafts is None else drafts.drafted - drafts.accepted
+    collector = engine.collector
+    recomputed += collector.recomputed
     # A failed step brought no tokens, but its share of recomputed tokens was counted: hence no less than 0.
-    computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
+    computed = max(0, engine.model_tokens - collector.idle_tokens - recomputed - collector.decoded)
     # The plan's figure for an interrupted call; the actual figure where requests ran without their prefixes.
     needed = max(computed, plan.computed_tokens - lineup.cached_tokens)
     return RunReport(
@@ -76,7 +72,7 @@ def report_of(
         drafted_tokens=0 if drafts is None else drafts.drafted,
         accepted_tokens=0 if drafts is None else drafts.accepted,
         draft_seconds=0.0 if drafts is None else drafts.saved_seconds,
-        idle_tokens=engine.idle_tokens,
+        idle_tokens=collector.idle_tokens,
         device_memory=device_memory,
         timeline=timekeeper.timeline(seconds, page_bytes, capture_seconds),
     )

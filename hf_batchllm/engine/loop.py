@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import operator
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
-
-import numpy as np
-import torch
 
 from ..model.batch import ModelBatch
 from ..model.batch_builder import BatchBuilder
-from ..model.device_memory import is_out_of_memory
-from ..model.runner import ModelRunner
-from ..model.tensor_ranks import TensorRanks
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
-from ..planning.requests_and_prefixes import FinishReason, Request
+from ..planning.requests_and_prefixes import Request
 from ..planning.step import Step
 from ..sampling.stopping import Endings
 from .device_errors import name_what_ran
-from .drafts.collect_drafted import collect_drafted
-from .drafts.drafts import Drafts
-from .flight import Flight
 from .smaller_steps import SmallerSteps
-from .timekeeper import Timekeeper
+from .timekeeper import Stretch, Timekeeper
 
 
 class Launcher(Protocol):
@@ -36,10 +27,11 @@ class Launcher(Protocol):
     def most_times(self) -> int:
         """The most times that the rows of a step may run in a row."""
 
-    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
-        """Start a step. The function that comes back waits for the tokens of ``sampling``, [samples, times].
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], Any]:
+        """Start a step. The function that comes back waits for what the collector is given.
 
-        -1 stands for no token: the row had ended before, or the logits allow none.
+        Mostly these are the tokens of ``sampling``, [samples, times]. -1 stands for no token: the row had ended before,
+        or the logits allow none.
         """
 
     def tokens_were_seen(self) -> None:
@@ -60,63 +52,53 @@ class Launcher(Protocol):
         """Whether the latest step took as long as others will: nothing was captured, or is about to be."""
 
 
-class AtOnce:
-    """The host picks tokens, from logits that it waits for."""
+@dataclass
+class Flight:
+    """A step that was launched and not collected yet."""
 
-    most_times = 1
-    replays = False
-    is_steady = True
+    step: Step
+    sampling: list[Request]
+    counts: list[int]  # the most tokens that each of them may get
+    wait: Callable[[], Any]
+    record: Stretch
+    replayed: bool  # as a CUDA graph
+    began: float  # by the clock of time.perf_counter
+    launched: float  # by the same clock
+    steady: bool = True  # whether other steps take as long: nothing was captured meanwhile
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
-        timekeeper: Timekeeper,
-        may_pick_again: Callable[[Sequence[Request]], bool] = lambda _: True,
-        ranks: TensorRanks | None = None,
-    ) -> None:
-        self._ranks = ranks or TensorRanks()
-        self.runner = runner
-        self.sampler = sampler
-        self.timekeeper = timekeeper
-        self.may_pick_again = may_pick_again
-        self._picking = False
-        self._drafted: torch.Tensor | None = None  # [tokens, vocabulary] float32  logits of the latest step's drafts
 
-    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
-        with self.runner.surroundings():
-            self._picking = False
-            logits = self.runner.step(batch)
-            self._picking = True
-            self.timekeeper.switch("tokens")
-            logits = self.runner.in_float32(logits)
-            samples = len(sampling)
-            self._drafted = logits[samples:] if batch.drafted else None
-            tokens = self._picked(logits[:samples], sampling)
-        return lambda: tokens
+class Collector(Protocol):
+    """What steps are to the requests of a call, and what comes of them."""
 
-    def pick_drafted(self, rows: Sequence[int], requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
-        """The next tokens of requests, from these rows of the logits of the latest step's drafts."""
-        assert self._drafted is not None
-        with self.runner.surroundings():
-            return self._picked(
-                self._drafted[torch.tensor(rows, dtype=torch.long, device=self._drafted.device)], requests
-            )
+    idle_tokens: int  # run for requests that had ended before
 
-    def _picked(self, logits: torch.Tensor, requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
-        with self.runner.adapted():
-            tokens = self.sampler(logits, requests) if requests else []
-        tokens = self._ranks.of_first("picked tokens", tokens)
-        return np.array(tokens, dtype=np.int64)[:, None]
+    @property
+    def endings(self) -> Endings:
+        """When requests end."""
 
-    def tokens_were_seen(self) -> None:
-        pass
+    @property
+    def answers(self) -> Sequence[Request]:
+        """The requests that the call gives back."""
 
-    def may_repeat(self, sampling: Sequence[Request]) -> bool:
-        return not self._picking or self.may_pick_again(sampling)
+    @property
+    def decoded(self) -> int:
+        """How many tokens that are no prompt's were run for the first time, idle ones not counted."""
 
-    def put_back(self, step: Step) -> None:
-        self.runner.restore()
+    @property
+    def recomputed(self) -> int:
+        """How many tokens that are no prompt's were run again, as far as the cache does not know of it."""
+
+    def launched(self, step: Step, counts: Sequence[int]) -> None:
+        """A step is on its way. ``counts``: as ``Flight`` has them."""
+
+    def collect(self, flight: Flight, found: Any) -> tuple[list[Request], int]:
+        """Take down what the launcher has found. Gives the answers that end, and how many new tokens there are."""
+
+    def out_of_time(self, late: list[Request]) -> list[Request]:
+        """End requests whose time is over. No launched step holds tokens of theirs. Gives the answers that end."""
+
+    def broke_off(self, flight: Flight) -> None:
+        """The call ends while the step is on its way."""
 
 
 class Engine:
@@ -127,20 +109,15 @@ class Engine:
         scheduler: BaseScheduler,
         builder: BatchBuilder,
         launcher: Launcher,
-        endings: Endings,
+        collector: Collector,
         depth: int,
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
-        jump: Callable[[Request], int] | None = None,  # appends what must come next, and says how many tokens
-        drafts: Drafts | None = None,
     ) -> None:
-        self.drafts = drafts
-        self.jump = jump
-        self.jumped = self.never_run = 0  # tokens; of those that were jumped to at an answer's limit none is run
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
-        self.endings = endings
+        self.collector = collector
         self.timekeeper = timekeeper
         self.smaller = smaller
         self.depth = depth if scheduler.runs_ahead else 1
@@ -151,10 +128,9 @@ class Engine:
         self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
         self.steps = 0
         self.model_tokens = 0
-        self.idle_tokens = 0  # run for requests that had ended before
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
-        """Requests as they finish. ``watch`` is told of each collected step, and of its number of new tokens."""
+        """Answers as they finish. ``watch`` is told of each collected step, and of its number of new tokens."""
         flights: deque[Flight] = deque()
         switch = self.timekeeper.switch
         step: Step | None = None
@@ -162,7 +138,7 @@ class Engine:
             while True:
                 switch("scheduling")
                 # These go first: nothing is launched before, but for a step that has begun in parts.
-                late = [] if self.smaller.waiting else self.endings.late()
+                late = [] if self.smaller.waiting else self.collector.endings.late()
                 step = None if late else self._next(must_wait=bool(flights))
                 if self.meet is not None:
                     self.meet(len(late) if step is None else step.number())
@@ -170,28 +146,21 @@ class Engine:
                 if step is not None:
                     self._try(step, flights)
                 elif late and not flights:
-                    finished = self._out_of_time(late)
+                    finished = self.collector.out_of_time(late)
                 elif not flights:
                     return
                 if flights and (step is None or self._enough(flights)):
                     flight = flights[0]  # left in the queue: an interrupt in between must find it
-                    idle, jumped, accepted = self.idle_tokens, self.jumped, 0
                     switch("model")
-                    tokens = flight.wait()
+                    found = flight.wait()
                     self.after_waiting()
-                    if self.drafts is None:
-                        finished = self.collect(flight, tokens)
-                    else:
-                        finished, accepted = collect_drafted(self, self.drafts, flight, tokens)
+                    finished, new_tokens = self.collector.collect(flight, found)
                     flights.popleft()
                     self.launcher.tokens_were_seen()
                     self.timekeeper.collected(flight.record)
                     if watch is not None:
                         switch("outside")
-                        watch(
-                            flight.step,
-                            sum(flight.counts) - (self.idle_tokens - idle) + (self.jumped - jumped) + accepted,
-                        )
+                        watch(flight.step, new_tokens)
                 if finished:
                     switch("results")
                     yield from finished
@@ -201,8 +170,7 @@ class Engine:
         finally:  # after an interrupt: launched steps may have run for requests that had ended
             for flight in flights:
                 self.timekeeper.collected(flight.record)
-                pairs = zip(flight.sampling, flight.counts, strict=True)
-                self.idle_tokens += sum(count for request, count in pairs if request.done)
+                self.collector.broke_off(flight)
 
     def _enough(self, flights: deque[Flight]) -> bool:
         return len(flights) >= self.flights or sum(flight.step.times for flight in flights) >= self.depth
@@ -213,38 +181,21 @@ class Engine:
             part = None if must_wait else self.smaller.next(self.launcher.put_back)
             if must_wait or part is not None:
                 return part
-        drafts = self.drafts if self.smaller.most is None else None  # where memory is short, none
-        if must_wait and (self.scheduler.must_know() or (drafts is not None and drafts.must_know)):
+        if must_wait and self.scheduler.must_know():
             return None
         step = self.scheduler.next()
         if step is None:
             return None
         most = self.launcher.most_times
-        if drafts is not None:
-            self.timekeeper.switch(drafts.counts_as)
-            most = drafts.most_times(step, most)
-            self.timekeeper.switch("scheduling")
         if most > 1 and not step.chunks:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
         return self._next(must_wait) if self.smaller.cut(step) else step
 
-    def _try(self, step: Step, flights: deque[Flight], may_draft: bool = True) -> None:
+    def _try(self, step: Step, flights: deque[Flight]) -> None:
         """Launch a step. If it runs out of memory, its parts wait until all others have been seen."""
-        drafts = self.drafts if may_draft and self.smaller.most is None else None
-        drafted = step
-        if drafts is not None:
-            self.timekeeper.switch(drafts.counts_as)
-            drafted = drafts.added(step)
-            self.timekeeper.switch("scheduling")
         try:
-            flights.append(self._launch(drafted))
+            flights.append(self._launch(step))
         except Exception as error:
-            may_repeat = drafted is not step and is_out_of_memory(error)
-            if may_repeat and drafts is not None and self.launcher.may_repeat(step.sampling()):
-                traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
-                drafts.too_large(drafted)
-                self.launcher.put_back(step)
-                return self._try(step, flights, may_draft=False)
             if not self.smaller.takes(error, step, lambda: self.launcher.may_repeat(step.sampling())):
                 raise
         else:
@@ -259,19 +210,12 @@ class Engine:
         wait = self.launcher.launch(batch, sampling)
         launched = time.perf_counter()
         self.timekeeper.switch("scheduling")
-        for request, count in zip(sampling, counts, strict=True):
-            request.expect(count)
+        self.collector.launched(step, counts)
+        # A step that runs several times has rows alone.
+        tokens, prompt_tokens = step.tokens + sum(counts) - len(counts), step.prompt_tokens
         self.steps += step.times
-        # With chunks, rows run once.
-        decode_tokens = len(step.rows) if step.chunks else sum(counts)
-        if self.drafts is not None and step.is_drafted:
-            decode_tokens = step.tokens
-            self.drafts.drafted += step.tokens - len(sampling)
-        prompt_tokens = step.tokens - decode_tokens if step.chunks else 0
-        self.model_tokens += prompt_tokens + decode_tokens
-        record = self.timekeeper.launched(step.times, prompt_tokens, decode_tokens)
-        if self.drafts is not None:
-            self.drafts.launched(step)
+        self.model_tokens += tokens
+        record = self.timekeeper.launched(step.times, prompt_tokens, tokens - prompt_tokens)
         return Flight(
             step, sampling, counts, wait, record, self.launcher.replays, began, launched, self.launcher.is_steady
         )
@@ -289,47 +233,3 @@ class Engine:
                     f"{what} gave {number}, so {request} needs pages up to position {end:,}, which its `computed` says"
                 )
         return number
-
-    def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
-        """Give each request its tokens; those that end with them leave the cache."""
-        assert tokens.shape == (len(flight.sampling), flight.step.times)
-        self.timekeeper.switch("tokens")
-        ends = self.endings.find(flight.sampling, flight.counts, tokens)
-        self.timekeeper.switch("scheduling")
-        finished: list[Request] = []
-        once = flight.step.times == 1  # then numbers do: thousands of short lists would keep Python's collector busy
-        seen = zip(flight.sampling, flight.counts, (tokens[:, 0] if once else tokens).tolist(), strict=True)
-        for row, (request, count, new) in enumerate(seen):
-            if request.finish_reason is not None:  # it had ended before this step, unknown when the step was launched
-                self.idle_tokens += count
-                continue
-            if row in ends:
-                has, reason = ends[row]
-                self.idle_tokens += count - has
-                request.extend(([new] if once else new)[:has], reason)
-            elif once:
-                request.take(new)
-                if self.jump is not None and request.finish_reason is None:
-                    forced = self.jump(request)
-                    self.jumped += forced
-                    self.never_run += forced if request.finish_reason is not None else 0
-            else:
-                request.extend(new[:count], None)
-            if request.finish_reason is not None:
-                finished.append(request)
-        for request in finished:
-            self.scheduler.finish(request)
-        return finished
-
-    def may_repeat(self, requests: Sequence[Request]) -> bool:
-        """Whether their tokens may be picked once more, after a pick that failed."""
-        return self.launcher.may_repeat(requests)
-
-    def _out_of_time(self, late: list[Request]) -> list[Request]:
-        """End requests whose time is over, with the tokens that they have. No launched step holds more of theirs."""
-        for request in late:
-            request.end(FinishReason.TIME)
-            self.scheduler.finish(request)
-            if self.drafts is not None:
-                self.drafts.finished(request)
-        return late

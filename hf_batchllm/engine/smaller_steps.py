@@ -94,6 +94,11 @@ class SmallerSteps:
         if not is_out_of_memory(error) or isinstance(error, BatchLLMError):
             return False
         why_not = "a logits processor that may keep state had been called" if not may_repeat() else ""
+        if step.instead is not None and not why_not:
+            traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
+            self._failed = step.instead()
+            self._parts.appendleft(self._failed)
+            return True
         if self._carries_states:
             why_not = "layers of this model carry a state from token to token, and some of them had moved on"
         if not self._alone:

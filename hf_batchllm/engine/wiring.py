@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import BatchConfig
+from ..model.batch_builder import BatchBuilder
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks
@@ -20,12 +21,15 @@ from ..sampling.earlier_answers import EarlierAnswers
 from ..sampling.forced_tokens import ForcedTokens
 from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
+from .at_once import AtOnce
 from .beams.candidates import BeamScores
+from .beams.collector import BeamCollector
 from .beams.ended_candidates import BeamEndings
 from .beams.group import Answer, BeamGroup
-from .beams.loop import BeamEngine
+from .beams.launcher import BeamLauncher
 from .beams.scheduler import BeamScheduler
 from .call_outputs import CallOutputs
+from .collector import TokenCollector
 from .device_loop.decode_graphs import DecodeGraphs, graphs_for
 from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
@@ -33,9 +37,11 @@ from .device_loop.step_by_step import StepByStep
 from .device_loop.steps_as_graphs import StepsAsGraphs
 from .drafts.assistant import Assistant
 from .drafts.choose_drafts import drafts_for, say_no_drafts
+from .drafts.collector import DraftCollector
 from .drafts.drafts import Drafts
+from .drafts.scheduler import DraftingScheduler
 from .job import Job
-from .loop import AtOnce, Engine, Launcher
+from .loop import Collector, Engine, Launcher
 from .smaller_steps import SmallerSteps
 from .step_size import times_in_a_row
 from .timekeeper import Timekeeper
@@ -65,9 +71,14 @@ class Wiring:
     assistant: Assistant | None  # which guesses tokens
     jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
     graphs: StepsAsGraphs | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
+    drafts: Drafts | None = None  # tokens that are guessed
 
     def engine(self) -> Engine:
-        """The loop of a call that picks tokens, or looks scores up."""
+        """The loop of the call."""
+        return self._of_tokens() if self.job.widths is None else self._of_beams()
+
+    def _of_tokens(self) -> Engine:
+        """Where tokens are picked, or scores looked up."""
         scheduler = scheduler_for(self.config.scheduler, self.use.device)
         launcher, depth = self._launcher(scheduler)
         watcher, graphs = self.outputs.watcher, None if self.graphs is None else self.graphs.graphs
@@ -75,10 +86,24 @@ class Wiring:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watcher is None else watcher.wanted,
         )
+        given = self.timekeeper, self.jump
+        collector: TokenCollector
         endings, drafts = self._endings(scheduler), self._drafts(scheduler, launcher)
-        return Engine(
-            scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler), self.jump, drafts
-        )
+        if drafts is None:
+            collector = TokenCollector(self.requests, scheduler, endings, *given)
+        else:
+            scheduler = DraftingScheduler(scheduler, drafts, self.timekeeper)
+            by_host = launcher if isinstance(launcher, AtOnce) else None
+            collector = DraftCollector(drafts, by_host, self.requests, scheduler, endings, *given)
+        self.drafts = drafts
+        return self._engine(scheduler, builder, launcher, collector, depth)
+
+    def _engine(
+        self, scheduler: BaseScheduler, builder: BatchBuilder, launcher: Launcher, collector: Collector, depth: int
+    ) -> Engine:
+        carries_states, alone = bool(self.use.architecture.states), self._ranks.size == 1
+        smaller = SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states, alone)
+        return Engine(scheduler, builder, launcher, collector, depth, self.timekeeper, smaller)
 
     def _drafts(self, scheduler: BaseScheduler, launcher: Launcher) -> Drafts | None:
         return drafts_for(
@@ -95,38 +120,29 @@ class Wiring:
             self.notices,
         )
 
-    def beam_engine(self) -> BeamEngine:
-        """The loop of a beam search."""
+    def _of_beams(self) -> Engine:
+        """Where beams are searched for."""
         say_no_drafts(self.job, self.use.model, "no tokens are guessed in a beam search", self.notices)
         if self.config.scheduler != "groups":
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
-        job, tensors = self.job, self.outputs.tensors
+        job, tensors, device = self.job, self.outputs.tensors, self.use.device
         roots = [request for request in self.requests if isinstance(request, Branch)]
-        groups = [self._group(root) for root in roots]
-        scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
-        scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.use.device.type, 0))
-        beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors, self._ranks)
-        seats = Seats.none(self.use.device)
-        graphs = self._graphs_without_picking(seats)
-        owners_code = beam_scores.calls_owners_code or job.calls_criteria
-        self.graphs = StepsAsGraphs(self.runner, seats, graphs, self.use.device, owners_code)
-        return BeamEngine(
-            scheduler,
-            self.use.builder(most_times=0 if graphs is None else 1),
-            self.graphs,
-            groups,
-            beam_scores,
-            BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores, ranks=self._ranks),
-            self.timekeeper,
-            self._smaller(scheduler),
-            # What belongs to the owner may look at any of it, or change the model for the next step.
-            1 if owners_code else _DEPTH.get(self.use.device.type, 1),
+        groups: dict[Request, BeamGroup] = {root: self._group(root) for root in roots}
+        beam_scores = BeamScores(
+            self.use.model, job.options, [*groups.values()], job.seed, self.notices, tensors, self._ranks
         )
-
-    def _smaller(self, scheduler: BaseScheduler) -> SmallerSteps:
-        carries_states = bool(self.use.architecture.states)
-        alone = self._ranks.size == 1
-        return SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states, alone)
+        owners_code = beam_scores.calls_owners_code or job.calls_criteria
+        # What belongs to the owner may look at any of it, or change the model for the next step.
+        depth = 1 if owners_code else _DEPTH.get(device.type, 1)
+        scheduler = BeamScheduler(groups, _GATHER_ROWS.get(device.type, 0), depth)
+        seats = Seats.none(device)
+        graphs = self._graphs_without_picking(seats)
+        launcher = BeamLauncher(groups, beam_scores, self.timekeeper, self.runner, seats, graphs, device, owners_code)
+        self.graphs = launcher
+        scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
+        endings = BeamEndings(roots, job.rules, self.began, device, rows=job.rows, scores=scores, ranks=self._ranks)
+        builder = self.use.builder(most_times=0 if graphs is None else 1)
+        return self._engine(scheduler, builder, launcher, BeamCollector(scheduler, launcher, endings), depth)
 
     @property
     def _ranks(self) -> TensorRanks:

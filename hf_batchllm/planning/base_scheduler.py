@@ -105,23 +105,26 @@ class BaseScheduler(ABC):
 
 def scheduler_name(scheduler: BaseScheduler) -> str:
     """The user's own class, for a message."""
-    return type(scheduler.inner if isinstance(scheduler, _Adapted) else scheduler).__name__
+    return type(_inner(scheduler)).__name__
 
 
 def lengthens(scheduler: BaseScheduler) -> bool:
     """Whether it has a ``lengthen`` of its own."""
-    inner = scheduler.inner if isinstance(scheduler, _Adapted) else scheduler
-    own = getattr(inner, "lengthen", None)
+    own = getattr(_inner(scheduler), "lengthen", None)
     return own is not None and getattr(own, "__func__", own) is not BaseScheduler.lengthen
+
+
+def _inner(scheduler: BaseScheduler) -> Any:
+    return _inner(scheduler.inner) if isinstance(scheduler, WrappedScheduler) else scheduler
 
 
 def as_base_scheduler(given: Any) -> BaseScheduler:
     """``given`` itself, or around an object of another class, which need not have the optional abilities."""
-    return given if isinstance(given, BaseScheduler) else _Adapted(given)
+    return given if isinstance(given, BaseScheduler) else WrappedScheduler(given)
 
 
-class _Adapted(BaseScheduler):
-    """A scheduler that does not inherit from BaseScheduler: what it lacks is as BaseScheduler has it."""
+class WrappedScheduler(BaseScheduler):
+    """A scheduler within another one. It may be of any class: what it lacks is as BaseScheduler has it."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

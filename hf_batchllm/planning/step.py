@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .draft_room import DraftRoom
-from .requests_and_prefixes import Request, Unit
+from .requests_and_prefixes import Branch, Request, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class Chunk:
         """Whether the model's output for the last token before the draft gives a request its next token."""
         return isinstance(self.unit, Request) and self.end - len(self.draft) == self.unit.length
 
+    @property
+    def of_prompt(self) -> bool:
+        """Whether its tokens are those of a prompt or a prefix, or of an answer that is computed again."""
+        return not self.draft and not (isinstance(self.unit, Branch) and self.unit.root is not self.unit)
+
     def ids(self) -> np.ndarray:
         known = self.unit.tokens(self.begin, self.end - len(self.draft))
         return np.append(known, np.array(self.draft, dtype=known.dtype)) if self.draft else known
@@ -44,7 +49,7 @@ class Step:
 
     ``drafts``: of rows that tokens are guessed for, the last known token and the guesses, where each of these tokens is
     a row of its own. Elsewhere they are among ``chunks``, in place of their rows. ``room``: where these rows stand, if
-    not one behind the other.
+    not one behind the other. ``instead``: gives the step to run where this one runs out of memory; None: its parts.
     """
 
     rows: list[Request] = field(default_factory=list)
@@ -53,6 +58,7 @@ class Step:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target) slots of states; made before it runs
     drafts: list[Chunk] = field(default_factory=list)
     room: DraftRoom | None = None
+    instead: Callable[[], Step] | None = None
     _sampling: list[Request] | None = None
 
     @property
@@ -60,6 +66,11 @@ class Step:
         """How many tokens one run of the model takes."""
         guessed = sum(len(chunk.draft) for chunk in self.drafts)
         return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks) + guessed
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Those of prompts and prefixes."""
+        return sum(chunk.end - chunk.begin for chunk in self.chunks if chunk.of_prompt)
 
     @property
     def in_rows(self) -> bool:

@@ -39,7 +39,7 @@ class BeamGroup:
         self.width = root.width
         self.answers = answers
         self.beams: list[Branch] = []  # the best first; none before the first tokens, and while the group waits
-        self.logits: dict[Branch, Any] = {}  # [vocabulary] each, of the beams that have run since the last choice
+        self.logits: dict[Request, Any] = {}  # [vocabulary] each, of the beams that have run since the last choice
         self.made = 0  # new tokens of each beam
         self.in_step = False  # whether each beam has just one token to run, or has run it since the last choice
         self._cache = cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...planning.expected_length import ExpectedLength
@@ -33,11 +33,12 @@ class BeamScheduler(QueueScheduler):
     oldest never does. If it is alone and has no page left, each of its beams gets pages of its own, which always fit.
     """
 
-    def __init__(self, groups: Sequence[BeamGroup], gather_rows: int = 0) -> None:
-        self.groups: dict[Request, BeamGroup] = {group.root: group for group in groups}
+    def __init__(self, groups: Mapping[Request, BeamGroup], gather_rows: int = 0, depth: int = 1) -> None:
+        """``groups``: by their roots. ``depth``: how many steps may be on their way."""
+        self.groups = groups
         self.gather_rows = gather_rows
-        self.depth = 1  # how many steps may be on their way; set by the engine
-        self.on_their_way: set[Request] = set()  # roots of groups with a part in such a step; set by the engine
+        self.depth = depth
+        self.on_their_way: set[Request] = set()  # roots of groups with a part in such a step; set by the collector
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         super().start(requests, cache, max_batch_tokens)
@@ -78,6 +79,9 @@ class BeamScheduler(QueueScheduler):
         if not step.tokens and not self._withdrew and self.on_their_way:
             return None
         return self._checked(step)
+
+    def must_know(self) -> bool:
+        return not self.takes_turns
 
     @property
     def takes_turns(self) -> bool:

@@ -17,9 +17,10 @@ from ...planning.requests_and_prefixes import Request
 from ...sampling.earlier_answers import EarlierAnswers
 from ...sampling.token_picking import TokenPicking
 from ...wording import counted
+from ..at_once import AtOnce
 from ..device_loop.run_ahead import RunAhead
 from ..job import Job
-from ..loop import AtOnce, Launcher
+from ..loop import Launcher
 from .assistant import MOST_GUESSED, Assistant
 from .assistant_model import Assistants
 from .assistant_pick import AssistantPick
@@ -83,14 +84,14 @@ def drafts_for(
         named = {"assistant": assistant, "ratio": _parameters(assistant.model) / max(_parameters(use.model), 1)}
     if isinstance(launcher, AtOnce):
         host: Any = Drafts if assistant is None else AssistedDrafts
-        drafts: Drafts = host(*given, launcher.pick_drafted, step_tokens, earlier, **named)
+        drafts: Drafts = host(*given, step_tokens, earlier, **named)
         return drafts
     named["has_rooms"] = all(each.prompt_keys is each.prompt_ids for each in requests)  # none has images
     named["share"] = use.architecture.kv_bytes_per_token / max(_bytes(use.model), 1)
     if launcher.graphs is not None:
         named["ready"] = launcher.graphs.ready_for_drafts
     ahead: Any = DraftsAhead if assistant is None else AssistedAhead
-    drafts = ahead(*given, None, step_tokens, earlier, **named)
+    drafts = ahead(*given, step_tokens, earlier, **named)
     return drafts
 
 

@@ -10,8 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from ...planning.requests_and_prefixes import Request
 from ...planning.step import Chunk, Step
 from ...sampling.earlier_answers import EarlierAnswers
@@ -34,8 +32,6 @@ class Drafts:
     most: of a request, how many tokens may be guessed at a time; 0: none.
     longest: of a request, how many tokens are looked for, at most: what has followed them is the guess.
     lengthen: reserves pages of a request up to a position, and says up to which it has them.
-    pick: the next tokens of requests, [requests, 1], from these rows of the logits of the latest step's drafts; None
-    where the device picks them.
     most_tokens: of a step that has drafts.
     earlier: answers of earlier calls; those of this one are added.
     """
@@ -51,7 +47,6 @@ class Drafts:
         longest: Callable[[Request], int],
         requests: Sequence[Request],
         lengthen: Callable[[Request, int], int],
-        pick: Callable[[Sequence[int], Sequence[Request]], np.ndarray] | None,
         most_tokens: int,
         earlier: EarlierAnswers | None = None,
     ) -> None:
@@ -60,7 +55,6 @@ class Drafts:
         self._unfinished = Counter(request.index for request in requests)  # by prompt
         self._most = most
         self._longest = longest
-        self.pick = pick
         self._lengthen = lengthen
         self._lookups: dict[int, TextLookup] = {}  # by prompt
         self._of_all = 4 * _FIRST_RATE, 4.0  # guesses that were right, and all up to the first wrong one
@@ -103,10 +97,6 @@ class Drafts:
             return step
         with_one = {chunk.unit for chunk in chunks}
         return Step([request for request in step.rows if request not in with_one], chunks, copies=step.copies)
-
-    def most_times(self, step: Step, most: int) -> int:
-        """How often the rows of a step may run before their tokens are seen, of the ``most`` that may be."""
-        return most
 
     def before(self, step: Step) -> None:
         """The tokens of a step without drafts are about to be seen."""
@@ -197,7 +187,8 @@ class Drafts:
     def seen(self, request: Request, guessed: int, accepted: int) -> None:
         """So many of the tokens that were guessed for a request were right."""
         tried = min(guessed, accepted + 1)  # what stands behind a wrong one tells nothing
-        self._of_each[request] = _counted(_KEPT, self._of_each.get(request, _UNSEEN), accepted, tried)
+        if not request.done:
+            self._of_each[request] = _counted(_KEPT, self._of_each.get(request, _UNSEEN), accepted, tried)
         self._of_all = _counted(_KEPT_OF_ALL, self._of_all, accepted, tried)
 
     def too_large(self, step: Step) -> None:

@@ -65,7 +65,6 @@ class DraftsAhead(Drafts):
         self._waited = 0  # bursts, for graphs
         self._spent = 0.0  # seconds in which the device made the guesses of the latest step
         self.must_know = False  # the next step has drafts, if any pays
-        self._planned: Step | None = None
         self._rooms = KeptRoom(self._most, self._lengthen)
         self._too_small = 0  # steps
         self._asked = False  # whether there was a guess, and it was asked whether it pays
@@ -86,31 +85,25 @@ class DraftsAhead(Drafts):
         self._latest = 0.0  # when tokens were seen last
         self._unnoted: list[tuple[Request, int, int]] = []  # what ``seen`` was told, until the host has time
 
-    def most_times(self, step: Step, most: int) -> int:
-        self._planned = None
+    def added(self, step: Step) -> Step:
         if not self.must_know:
-            return most
+            return step
         self._read = _read_by(step.rows)
         room = self._room = None if step.chunks else self._rooms.of(step.rows)
         self._asked = False
         drafted = self._drafted(step)
         self._idle = self._idle + 1 if drafted is step else 0
-        if drafted is step:
-            if room is None or not self._may_go_on:  # prompts have come in between, or no guess pays
-                self._end()
-                return most
-            drafted = Step(step.rows, copies=step.copies, room=room)
-        self._planned = drafted
-        return 1
+        if drafted is not step:
+            return drafted
+        if room is None or not self._may_go_on:  # prompts have come in between, or no guess pays
+            self._end()
+            return step
+        return Step(step.rows, copies=step.copies, room=room)
 
     @property
     def _may_go_on(self) -> bool:
         """Where nothing is guessed this time, and soon something may be."""
         return not self._asked and self._idle <= _IDLE
-
-    def added(self, step: Step) -> Step:
-        planned, self._planned = self._planned, None
-        return planned if planned is not None and planned.rows is step.rows else step
 
     def _with(self, step: Step, drafts: dict[Request, list[int]]) -> Step:
         if not self._has_rooms:
@@ -305,8 +298,6 @@ class DraftsAhead(Drafts):
             if some:
                 right = next((at for at in range(some) if got[at] != guess[at]), some)
                 super().seen(request, some, right)
-                if request.done:
-                    self._of_each.pop(request)
             guesses[request] = guess
         self._foreseen.clear()
         return guesses

@@ -1,0 +1,74 @@
+"""The launcher of a call whose tokens the host picks, one step after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ..model.batch import ModelBatch
+from ..model.runner import ModelRunner
+from ..model.tensor_ranks import TensorRanks
+from ..planning.requests_and_prefixes import Request
+from ..planning.step import Step
+from .timekeeper import Timekeeper
+
+
+class AtOnce:
+    """The host picks tokens, from logits that it waits for."""
+
+    most_times = 1
+    replays = False
+    is_steady = True
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
+        timekeeper: Timekeeper,
+        may_pick_again: Callable[[Sequence[Request]], bool] = lambda _: True,
+        ranks: TensorRanks | None = None,
+    ) -> None:
+        self._ranks = ranks or TensorRanks()
+        self.runner = runner
+        self.sampler = sampler
+        self.timekeeper = timekeeper
+        self.may_pick_again = may_pick_again
+        self._picking = False
+        self._drafted: torch.Tensor | None = None  # [tokens, vocabulary] float32  logits of the latest step's drafts
+
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
+        with self.runner.surroundings():
+            self._picking = False
+            logits = self.runner.step(batch)
+            self._picking = True
+            self.timekeeper.switch("tokens")
+            logits = self.runner.in_float32(logits)
+            samples = len(sampling)
+            self._drafted = logits[samples:] if batch.drafted else None
+            tokens = self._picked(logits[:samples], sampling)
+        return lambda: tokens
+
+    def pick_drafted(self, rows: Sequence[int], requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
+        """The next tokens of requests, from these rows of the logits of the latest step's drafts."""
+        assert self._drafted is not None
+        with self.runner.surroundings():
+            return self._picked(
+                self._drafted[torch.tensor(rows, dtype=torch.long, device=self._drafted.device)], requests
+            )
+
+    def _picked(self, logits: torch.Tensor, requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
+        with self.runner.adapted():
+            tokens = self.sampler(logits, requests) if requests else []
+        tokens = self._ranks.of_first("picked tokens", tokens)
+        return np.array(tokens, dtype=np.int64)[:, None]
+
+    def tokens_were_seen(self) -> None:
+        pass
+
+    def may_repeat(self, sampling: Sequence[Request]) -> bool:
+        return not self._picking or self.may_pick_again(sampling)
+
+    def put_back(self, step: Step) -> None:
+        self.runner.restore()

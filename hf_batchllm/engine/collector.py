@@ -1,0 +1,93 @@
+"""What comes of the steps of a call that picks tokens, or looks scores up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..planning.base_scheduler import BaseScheduler
+from ..planning.requests_and_prefixes import FinishReason, Request
+from ..planning.step import Step
+from ..sampling.stopping import Endings
+from .loop import Flight
+from .timekeeper import Timekeeper
+
+
+class TokenCollector:
+    """A ``Collector`` that gives each request its tokens.
+
+    answers: the requests of the call. jump: appends what must come next to a request, and says how many tokens.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[Request],
+        scheduler: BaseScheduler,
+        endings: Endings,
+        timekeeper: Timekeeper,
+        jump: Callable[[Request], int] | None = None,
+    ) -> None:
+        self.answers = answers
+        self.scheduler = scheduler
+        self.endings = endings
+        self.timekeeper = timekeeper
+        self.jump = jump
+        self.never_run = 0  # tokens that were jumped to at an answer's limit
+        self.idle_tokens = 0
+
+    recomputed = 0
+
+    @property
+    def decoded(self) -> int:
+        return sum(max(request.made - 1, 0) for request in self.answers) - self.never_run
+
+    def late(self) -> list[Request]:
+        return self.endings.late()
+
+    def out_of_time(self, late: list[Request]) -> list[Request]:
+        for request in late:
+            request.end(FinishReason.TIME)
+            self.scheduler.finish(request)
+        return late
+
+    def launched(self, step: Step, counts: Sequence[int]) -> None:
+        for request, count in zip(step.sampling(), counts, strict=True):
+            request.expect(count)
+
+    def broke_off(self, flight: Flight) -> None:
+        pairs = zip(flight.sampling, flight.counts, strict=True)
+        self.idle_tokens += sum(count for request, count in pairs if request.done)
+
+    def collect(self, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
+        """Give each request its tokens; those that end with them leave the cache."""
+        assert tokens.shape == (len(flight.sampling), flight.step.times)
+        self.timekeeper.switch("tokens")
+        ends = self.endings.find(flight.sampling, flight.counts, tokens)
+        self.timekeeper.switch("scheduling")
+        finished: list[Request] = []
+        idle = jumped = 0
+        once = flight.step.times == 1  # then numbers do: thousands of short lists would keep Python's collector busy
+        seen = zip(flight.sampling, flight.counts, (tokens[:, 0] if once else tokens).tolist(), strict=True)
+        for row, (request, count, new) in enumerate(seen):
+            if request.finish_reason is not None:  # it had ended before this step, unknown when the step was launched
+                idle += count
+                continue
+            if row in ends:
+                has, reason = ends[row]
+                idle += count - has
+                request.extend(([new] if once else new)[:has], reason)
+            elif once:
+                request.take(new)
+                if self.jump is not None and request.finish_reason is None:
+                    forced = self.jump(request)
+                    jumped += forced
+                    self.never_run += forced if request.finish_reason is not None else 0
+            else:
+                request.extend(new[:count], None)
+            if request.finish_reason is not None:
+                finished.append(request)
+        self.idle_tokens += idle
+        for request in finished:
+            self.scheduler.finish(request)
+        return finished, sum(flight.counts) - idle + jumped
