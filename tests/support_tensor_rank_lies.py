@@ -16,7 +16,7 @@ from transformers import MaxTimeCriteria
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
+from hf_batchllm.engine.device_loop.steps_as_graphs import GraphLauncher
 from hf_batchllm.model import device_memory, tensor_ranks
 from hf_batchllm.model.runner import ModelRunner
 

@@ -34,8 +34,8 @@ from transformers import GenerationConfig
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows, RowsWork
-from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
 from hf_batchllm.engine.device_loop.packed_rows import PackedRows
+from hf_batchllm.engine.device_loop.steps_as_graphs import GraphLauncher
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
 from hf_batchllm.engine.loop import Engine

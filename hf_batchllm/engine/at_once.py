@@ -12,15 +12,12 @@ from ..model.runner import ModelRunner
 from ..model.tensor_ranks import TensorRanks
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Step
+from .loop import Launcher
 from .timekeeper import Timekeeper
 
 
-class AtOnce:
+class AtOnce(Launcher):
     """The host picks tokens, from logits that it waits for."""
-
-    most_times = 1
-    replays = False
-    is_steady = True
 
     def __init__(
         self,
@@ -63,9 +60,6 @@ class AtOnce:
             tokens = self.sampler(logits, requests) if requests else []
         tokens = self._ranks.of_first("picked tokens", tokens)
         return np.array(tokens, dtype=np.int64)[:, None]
-
-    def tokens_were_seen(self) -> None:
-        pass
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return not self._picking or self.may_pick_again(sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ from .smaller_steps import SmallerSteps
 from .timekeeper import Stretch, Timekeeper
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Runs a step and picks its tokens: at once, or ahead of the tokens that the host has seen."""
 
     @property
     def most_times(self) -> int:
         """The most times that the rows of a step may run in a row."""
+        return 1
 
+    @abstractmethod
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], Any]:
         """Start a step. The function that comes back waits for what the collector is given.
 
@@ -34,22 +37,26 @@ class Launcher(Protocol):
         or the logits allow none.
         """
 
-    def tokens_were_seen(self) -> None:
+    def tokens_were_seen(self) -> None:  # noqa: B027 -- most need not know
         """The host has taken down the tokens of the oldest step on its way."""
 
+    @abstractmethod
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         """After a launch that failed: whether it may be tried again. ``sampling``: as it was given."""
 
+    @abstractmethod
     def put_back(self, step: Step) -> None:
         """After a launch that failed: free memory, and put back what may have changed. No other step is on its way."""
 
     @property
     def replays(self) -> bool:
         """Whether the latest step went to the device as a CUDA graph."""
+        return False
 
     @property
     def is_steady(self) -> bool:
         """Whether the latest step took as long as others will: nothing was captured, or is about to be."""
+        return True
 
 
 @dataclass

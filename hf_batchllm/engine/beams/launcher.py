@@ -11,13 +11,13 @@ import torch
 from ...model.batch import ModelBatch
 from ...model.transfers import to_device
 from ...planning.requests_and_prefixes import Branch, Request
-from ..device_loop.steps_as_graphs import StepsAsGraphs
+from ..device_loop.steps_as_graphs import GraphLauncher
 from ..timekeeper import Timekeeper
 from .candidates import BeamScores, Candidates
 from .group import BeamGroup
 
 
-class BeamLauncher(StepsAsGraphs):
+class BeamLauncher(GraphLauncher):
     """A ``Launcher``: what comes of a step are the candidates of the groups whose beams have then all run.
 
     groups: by their roots.
@@ -32,19 +32,15 @@ class BeamLauncher(StepsAsGraphs):
         self.timekeeper = timekeeper
         self._picking = False
 
-    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[Candidates]]:
+    def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[Candidates]]:
         """Nothing is chosen here: the step may run out of memory, and is then run again."""
         self._picking = False
-        with self.surroundings():
-            logits = self.logits(batch)
-            self.timekeeper.switch("tokens")
-            groups, logits = self._complete(sampling, self.runner.in_float32(logits))
-            self._picking = True
-            with self.owners_turn():  # guidance runs the model
-                return self.scores(groups, logits) if groups else list
-
-    def tokens_were_seen(self) -> None:
-        pass
+        logits = self.logits(batch)
+        self.timekeeper.switch("tokens")
+        groups, logits = self._complete(sampling, self.runner.in_float32(logits))
+        self._picking = True
+        with self.owners_turn():  # guidance runs the model
+            return self.scores(groups, logits) if groups else list
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return not self._picking or self.scores.may_repeat(list(dict.fromkeys(map(self._group_of, sampling))))

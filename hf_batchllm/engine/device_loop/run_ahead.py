@@ -20,8 +20,8 @@ from ...sampling.device_logprobs import NotedRows
 from ...sampling.seated_sampler import SeatedSampler
 from ..call_outputs import LogProbNotes
 from .decode_graphs import DecodeGraphs
-from .graph_launcher import GraphLauncher
 from .seats import Seats
+from .steps_as_graphs import GraphLauncher
 
 _ALL = slice(None)
 

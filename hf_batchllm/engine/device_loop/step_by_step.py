@@ -24,8 +24,8 @@ from ...notices import Notices
 from ...planning.requests_and_prefixes import Request
 from ..timekeeper import Timekeeper
 from .decode_graphs import DecodeGraphs
-from .graph_launcher import GraphLauncher
 from .seats import Seats
+from .steps_as_graphs import GraphLauncher
 
 _NONE = -1  # in the place of a token: the row had ended before
 

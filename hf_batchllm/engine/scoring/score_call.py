@@ -30,6 +30,7 @@ from ...sampling.logprobs import LOGITS_AT_ONCE, log_probs_of_tokens
 from ...sampling.stop_rules import StopRules
 from ..call_outputs import MOST_LOGITS, CallOutputs, ScoreCounts
 from ..job import Job
+from ..loop import Launcher
 from ..timekeeper import Timekeeper
 from .score_inputs import ScoreInputs, ScoreItem
 from .token_lookups import Lookups
@@ -194,12 +195,8 @@ class ScoreOutputs(CallOutputs):
         return ScoreLauncher(runner, self.lookups, timekeeper)
 
 
-class ScoreLauncher:
+class ScoreLauncher(Launcher):
     """Looks tokens up on the device. The figures come back later, behind an event: the next step need not wait."""
-
-    most_times = 1
-    replays = False
-    is_steady = True
 
     def __init__(self, runner: ModelRunner, lookups: Lookups, timekeeper: Timekeeper) -> None:
         self._runner = runner
@@ -222,9 +219,6 @@ class ScoreLauncher:
             return ignored
 
         return wait
-
-    def tokens_were_seen(self) -> None:
-        pass
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return True
