@@ -43,7 +43,7 @@ from hf_batchllm.model.state_batch import StateBatch
 from hf_batchllm.model.state_storage import StateStorage
 from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Request, Unit, units_below
+from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Unit, units_below
 from hf_batchllm.planning.state_slots import StateSlots
 from hf_batchllm.planning.step import Chunk, Step
 
@@ -133,7 +133,7 @@ class Search:
         self.scheduler = BeamScheduler(self.groups, gather_rows=self.rng.choice([0, 3]))
         self.scheduler.start(roots, self.cache, self.budget)
         self.scheduler.depth = 2 if self.turns else 1
-        flights: deque[Step] = deque()
+        flights: deque[list[BeamGroup]] = deque()  # those whose beams have then all run
         for _ in range(20_000):
             step = None if flights and not self.scheduler.takes_turns else self.scheduler.next()
             self.check_cache()
@@ -142,13 +142,10 @@ class Search:
             if step is not None:
                 for part in [step] if self.most is None else parts_of(step, self.most):
                     self.play(part)
-                self.scheduler.on_their_way |= roots_in(step)
                 self.beside += bool(flights)
-                flights.append(step)
+                flights.append(self.complete(step))
             if step is None or len(flights) == self.scheduler.depth:
-                step = flights.popleft()
-                self.scheduler.on_their_way -= roots_in(step)
-                self.choose(step, may_be_late=not flights)
+                self.choose(flights.popleft(), may_be_late=not flights)
             self.check_cache()
         assert all(root.done for root in roots)
         assert self.cache.kept_prefixes or self.cache.free_pages == self.cache.num_pages
@@ -185,17 +182,18 @@ class Search:
             left[leaves] = (*before, *ids_of(chunk.unit, chunk.begin, chunk.end))
         self.states |= left
 
-    def choose(self, step: Step, may_be_late: bool) -> None:
-        groups: dict[BeamGroup, None] = {}
-        for unit in step.sampling():
-            assert isinstance(unit, Branch)
+    def complete(self, step: Step) -> list[BeamGroup]:
+        units = [unit for unit in step.sampling() if isinstance(unit, Branch)]
+        groups = dict.fromkeys(self.groups[unit.root] for unit in units)
+        assert not any(group.complete for group in groups), "one goes on before its beams were chosen"
+        for unit in units:
             group = self.groups[unit.root]
             if unit is not group.root or not group.made:
                 group.logits[unit] = None
-                groups[group] = None
+        return [group for group in groups if group.complete]
+
+    def choose(self, groups: Sequence[BeamGroup], may_be_late: bool) -> None:
         for group in groups:
-            if not group.complete:
-                continue
             if group.made + 1 >= group.root.max_new_tokens or self.rng.random() < 0.03:
                 group.root.end(FinishReason.LENGTH)
                 self.scheduler.finish(group.root)
@@ -207,10 +205,6 @@ class Search:
             for group in late[-1:]:
                 group.root.end(FinishReason.TIME)
                 self.scheduler.finish(group.root)
-
-
-def roots_in(step: Step) -> set[Request]:
-    return {chunk.unit.root for chunk in step if isinstance(chunk.unit, Branch)}
 
 
 PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=9)

@@ -20,6 +20,7 @@ from support_beam_cases import (
     Case,
     clock_of,
     expected,
+    groups_of,
     random_case,
     run,
     take_turns,
@@ -35,14 +36,6 @@ from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine.beams.collector import BeamCollector
 from hf_batchllm.engine.beams.scheduler import BeamScheduler
 from hf_batchllm.engine.loop import Engine
-from hf_batchllm.planning.requests_and_prefixes import Branch
-from hf_batchllm.planning.step import Step
-
-
-def roots_of(step: Step) -> set[Any]:
-    """The prompts of all beams that have a part in a step."""
-    units = [*step.rows, *(chunk.unit for chunk in step.chunks)]
-    return {unit.root for unit in units if isinstance(unit, Branch)}
 
 
 class Watched:
@@ -55,20 +48,23 @@ class Watched:
         self._flying: list[set[Any]] = []
 
         def watched_step(engine: Engine, given: Any) -> Any:
+            before = {group for group in groups_of(engine) if group.complete}
             flight = step(engine, given)
-            roots = roots_of(given)
-            assert not any(roots & other for other in self._flying), "a group has a part in two steps"
+            units = {unit for group in before for unit in (group.root, *group.beams)}
+            assert not units.intersection(given.sampling()), "a group goes on before its beams were chosen"
+            complete = {group for group in groups_of(engine) if group.complete} - before
             self.alone += not self._flying
             self.beside += bool(self._flying)
-            self._flying.append(roots)
+            self._flying.append(complete)
             assert len(self._flying) <= 2
             if not given.chunks:
                 self.rows.append(len(given.rows))
             return flight
 
-        def watched_collect(collector: BeamCollector, flight: Any, *given: Any) -> Any:
-            assert self._flying.pop(0) == roots_of(flight.step), "the oldest step is collected first"
-            return collect(collector, flight, *given)
+        def watched_collect(collector: BeamCollector, flight: Any, found: Any) -> Any:
+            complete = self._flying.pop(0)
+            assert complete == {group for each in found for group in each.groups}, "the oldest step is collected first"
+            return collect(collector, flight, found)
 
         patch.setattr(Engine, "_launch", watched_step)
         patch.setattr(BeamCollector, "collect", watched_collect)

@@ -23,8 +23,7 @@ from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
 from .at_once import AtOnce
 from .beams.candidates import BeamScores
-from .beams.collector import BeamCollector
-from .beams.ended_candidates import BeamEndings
+from .beams.collector import BeamCollector, BeamEndings
 from .beams.group import Answer, BeamGroup
 from .beams.launcher import BeamLauncher
 from .beams.scheduler import BeamScheduler

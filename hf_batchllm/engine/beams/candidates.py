@@ -35,11 +35,9 @@ _NOISE_MEMORY = 16  # drawing takes so many times the memory of the scores
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates of groups whose prompts have the same options."""
+    """The candidates of groups whose prompts have the same options, and so the same searches."""
 
     groups: list[BeamGroup]
-    searches: Searches  # theirs, and maybe those of more prompts
-    places: list[int]  # [groups]  where each group stands in `searches`
     scores: torch.Tensor  # [groups, candidates]
     parents: torch.Tensor  # [groups, candidates]  the number of the beam that each goes on from
     tokens: torch.Tensor  # [groups, candidates]  the token that each adds
@@ -75,18 +73,13 @@ class BeamScores:
         alike: dict[Options, list[int]] = {}
         for number, group in enumerate(groups):
             alike.setdefault(options[group.root.index], []).append(number)
-        self._place: dict[BeamGroup, tuple[Searches, int]] = {}
         positions = getattr(base_model(model).config, "max_position_embeddings", None)
         for some, numbers in alike.items():
             # By the options alone: in ``generate`` a user's MaxLengthCriteria does not change the length penalty.
             lengths = [len(groups[number].root.prompt_ids) for number in numbers]
             searches = Searches(search_rules_of(some), [some.max_new_tokens(length, positions) for length in lengths])
             for place, number in enumerate(numbers):
-                self._place[groups[number]] = searches, place
-
-    def place(self, group: BeamGroup) -> tuple[Searches, int]:
-        """The searches that the group belongs to, and its place in them."""
-        return self._place[group]
+                groups[number].searches, groups[number].place = searches, place
 
     @property
     def calls_owners_code(self) -> bool:
@@ -145,8 +138,7 @@ class BeamScores:
         best, index = (torch.from_numpy(wait()) for wait in columns)
         if layout.options.do_sample and bool(best.isnan().any()):
             raise NothingToDrawError
-        searches, places = self._place[groups[0]][0], [self._place[group][1] for group in groups]
-        return Candidates(groups, searches, places, best, index // vocabulary, index % vocabulary)
+        return Candidates(groups, best, index // vocabulary, index % vocabulary)
 
     def _best(
         self, groups: list[BeamGroup], logits: torch.Tensor, of_groups: list[ProcessorChain]
@@ -155,8 +147,8 @@ class BeamScores:
 
         Nothing here waits for the device. Where there was nothing to draw from, the sums are NaN.
         """
-        searches = self._place[groups[0]][0]
-        rules, places = searches.rules, [self._place[group][1] for group in groups]
+        searches, places = groups[0].searches, [group.place for group in groups]
+        rules = searches.rules
         width, vocabulary = rules.width, logits.shape[-1]
         if not groups[0].beams:  # at first all beams are the same
             logits = logits.repeat_interleave(width, dim=0)

@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
 
-from ...planning.requests_and_prefixes import Branch, FinishReason, Request
+from ...model.runner import current_device
+from ...planning.requests_and_prefixes import FinishReason, Request
 from ...planning.step import Step
+from ...sampling.stopping import Endings
 from ..loop import Flight
 from .candidates import Candidates
-from .ended_candidates import BeamEndings
-from .finished_beams import FinishedBeams
 from .group import BeamGroup
 from .launcher import BeamLauncher
 from .scheduler import BeamScheduler
-from .search_rules import Searches
+
+
+class BeamEndings(Endings):
+    """Which candidates of a beam search end with their token: the rules of ``Endings``, for all at once."""
+
+    def of_candidates(
+        self, groups: Sequence[BeamGroup], parents: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:  # [groups, candidates] bool
+        """Which candidates end with the token that each adds to its parent, limits of length not counted."""
+        rules = [self._rules[group.root.index] for group in groups]
+        if any(each is not rules[0] for each in rules) or rules[0].looks_back:
+            ended = np.stack([self._of_group(*each) for each in zip(groups, parents, tokens, strict=True)])
+            return self._ranks.of_first("what criteria say", ended) if self._calls_criteria else ended
+        return _among(tokens, rules[0].stop_tokens)
+
+    def _of_group(self, group: BeamGroup, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [candidates] bool
+        rules = self._rules[group.root.index]
+        stops = _among(tokens, rules.stop_tokens)
+        if not rules.looks_back:
+            return stops
+        prompt = self._prompt(group.root)
+        new = np.array([[*group.tokens(parent), token] for parent, token in zip(parents, tokens, strict=True)])
+        ids = np.concatenate([np.broadcast_to(prompt, (len(tokens), len(prompt))), new], axis=1).astype(np.int64)
+        for strings in rules.strings:
+            stops |= self._strings[strings].complete(ids)
+        own = self._criteria(group.root)
+        if own:
+            with torch.no_grad(), current_device(self._device), torch.cuda.stream(self._stream):
+                scores = None if self._scores is None else self._scores(group.root, group.made + 1)
+                # Copied within the stream: another one would not wait for the criteria.
+                ends = self._asked(own, group.root, torch.from_numpy(ids).to(self._device), scores).cpu().numpy()
+            stops |= np.broadcast_to(ends, stops.shape)
+        return stops
 
 
 class BeamCollector:
@@ -31,7 +62,6 @@ class BeamCollector:
         self.endings = endings
         self.groups = launcher.groups
         self.answers: Sequence[Request] = _answers(self.groups.values())
-        self._finished: dict[Searches, FinishedBeams] = {}
         self._beam_tokens = 0  # that were run
         self._decoded = 0  # of these, those run for the first time, up to each group's last choice
 
@@ -45,7 +75,6 @@ class BeamCollector:
 
     def launched(self, step: Step, counts: Sequence[int]) -> None:
         self._beam_tokens += step.tokens - step.prompt_tokens
-        self.scheduler.on_their_way |= _roots(step)
 
     def broke_off(self, flight: Flight) -> None:
         """No beam ends unseen."""
@@ -53,7 +82,6 @@ class BeamCollector:
     def collect(self, flight: Flight, found: list[Candidates]) -> tuple[list[Request], int]:
         """Choose each group's next beams and its answers so far. All answers of a prompt end together."""
         self.launcher.timekeeper.switch("tokens")
-        self.scheduler.on_their_way -= _roots(flight.step)
         with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it
             over = [group for each in found for group in self.choose(each)]
         return _answers(over), len(_answers(group for each in found for group in each.groups))
@@ -61,14 +89,13 @@ class BeamCollector:
     def choose(self, candidates: Candidates) -> list[BeamGroup]:
         """Choose each group's next beams and its answers so far. Returns the groups whose search is over."""
         groups, parents, tokens = candidates.groups, candidates.parents.numpy(), candidates.tokens.numpy()
+        searches, places = groups[0].searches, [group.place for group in groups]
         made = [group.made for group in groups]
         stops = self.endings.of_candidates(groups, parents, tokens)
         full = np.array([group.made + 1 >= group.root.max_new_tokens for group in groups])
         ends = torch.from_numpy(stops | full[:, None])
-        choice = candidates.searches.step(candidates.places, made, candidates.scores, ends)
-        self._finished_in(candidates.searches).take(
-            candidates.places, made, np.array(choice.answers), parents, tokens, stops
-        )
+        choice = searches.step(places, made, candidates.scores, ends)
+        searches.found.take(places, made, np.array(choice.answers), parents, tokens, stops)
         finished = []
         running = np.array(choice.running)
         of_each = zip(
@@ -93,25 +120,17 @@ class BeamCollector:
         for group in groups:
             if group.made:
                 self._decoded += len(group.logits)
-                searches, place = self.launcher.scores.place(group)
+                searches, place = group.searches, group.place
                 running = searches.running[[place]]
                 choice = searches.step([place], [group.made - 1], running, torch.ones_like(running, dtype=torch.bool))
-                self._finished_in(searches).take(
-                    [place], [group.made], np.array(choice.answers), np.arange(group.width)[None]
-                )
+                searches.found.take([place], [group.made], np.array(choice.answers), np.arange(group.width)[None])
             self._finish(group, FinishReason.TIME)
         return _answers(groups)
 
-    def _finished_in(self, searches: Searches) -> FinishedBeams:
-        if searches not in self._finished:
-            self._finished[searches] = FinishedBeams(*searches.scores.shape)
-        return self._finished[searches]
-
     def _finish(self, group: BeamGroup, otherwise: FinishReason) -> None:
         """Fill in the group's answers. ``otherwise``: the reason of answers that nothing in their tokens ended."""
-        searches, place = self.launcher.scores.place(group)
-        scores = searches.scores[place].tolist()
-        finished = self._finished_in(searches).of(place)
+        scores = group.searches.scores[group.place].tolist()
+        finished = group.searches.found.of(group.place)
         for answer, best, score in zip(group.answers, finished, scores, strict=False):
             answer.generated, answer.parents = group.answer(best)
             answer.searched = group.made + (otherwise is not FinishReason.TIME)  # and the token just chosen
@@ -121,11 +140,9 @@ class BeamCollector:
         self.scheduler.finish(group.root)
 
 
-def _roots(step: Step) -> set[Request]:
-    """Of all groups that have a part in it."""
-    units = chain(step.rows, (chunk.unit for chunk in step.chunks))
-    return {unit.root for unit in units if isinstance(unit, Branch)}
-
-
 def _answers(groups: Iterable[BeamGroup]) -> list[Request]:
     return [answer for group in groups for answer in group.answers]
+
+
+def _among(tokens: np.ndarray, some: Collection[int]) -> np.ndarray:
+    return np.isin(tokens, list(some)) if some else np.zeros(tokens.shape, dtype=bool)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...planning.paged_cache import PagedCache
 from ...planning.requests_and_prefixes import NO_SLOT, Branch, Request, Unit, units_below
-from .finished_beams import FinishedBeam
+from .search_rules import FinishedBeam, Searches
 
 
 class Answer(Request):
@@ -38,6 +38,8 @@ class BeamGroup:
         self.root = root
         self.width = root.width
         self.answers = answers
+        self.searches: Searches  # its own, and maybe those of more prompts; set when the call begins, as the next is
+        self.place = 0  # in these
         self.beams: list[Branch] = []  # the best first; none before the first tokens, and while the group waits
         self.logits: dict[Request, Any] = {}  # [vocabulary] each, of the beams that have run since the last choice
         self.made = 0  # new tokens of each beam
@@ -185,10 +187,8 @@ class BeamGroup:
 
     def end(self) -> None:
         """The search is over: give up all units."""
-        for beam in self.beams:
-            self._abandon(beam)
-        self.beams, self._fresh, self._room, self.in_step = [], [], 0, False
-        self.logits.clear()
+        self.dissolve()
+        self._tokens = []
         self._abandon(self.root)
 
     def _stand_on_the_prompt(self, tokens: Sequence[list[int]]) -> None:

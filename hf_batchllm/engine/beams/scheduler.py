@@ -38,7 +38,6 @@ class BeamScheduler(QueueScheduler):
         self.groups = groups
         self.gather_rows = gather_rows
         self.depth = depth
-        self.on_their_way: set[Request] = set()  # roots of groups with a part in such a step; set by the collector
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         super().start(requests, cache, max_batch_tokens)
@@ -52,7 +51,7 @@ class BeamScheduler(QueueScheduler):
         step = self._empty_step()
         budget = self.max_batch_tokens
         rows_at_most = -(-self._rows // 2) if self.takes_turns else self._rows
-        running = [self.groups[root] for root in self.running if root not in self.on_their_way]
+        running = self._to_run
         prefilling = [group for group in running if self._has_prefill(group)]
         rows = sum(group.width for group in running) - sum(group.width for group in prefilling)
         wait = rows < self.gather_rows and self._prompts_fill_a_step(prefilling)
@@ -76,7 +75,7 @@ class BeamScheduler(QueueScheduler):
                 budget -= self._add_to_step(group, step, budget)
         if for_images and not step.tokens:
             return self.next()  # the groups with images have given their pages back
-        if not step.tokens and not self._withdrew and self.on_their_way:
+        if not step.tokens and not self._withdrew and any(self.groups[root].complete for root in self.running):
             return None
         return self._checked(step)
 
@@ -92,9 +91,15 @@ class BeamScheduler(QueueScheduler):
         if self.depth == 1 or self._rows < TURNS_FROM:
             return False
         free = self.cache.free_pages
-        groups = [self.groups[root] for root in self.running if root not in self.on_their_way]
+        groups = self._to_run
         # A page for each beam is the most that they may lack: that is counted faster.
         return sum([len(group.beams) for group in groups]) <= free or sum([group.missing for group in groups]) <= free
+
+    @property
+    def _to_run(self) -> list[BeamGroup]:
+        """The running groups but for those whose next beams are to be chosen, of a step that is on its way."""
+        groups = [self.groups[root] for root in self.running]
+        return [group for group in groups if not group.complete]
 
     @property
     def _rows(self) -> int:

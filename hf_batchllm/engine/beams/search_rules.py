@@ -1,19 +1,21 @@
 """The rules of a beam search as in transformers: which beams go on, which are answers, and when the search is over.
 
-Only scores, in float32 on the host: no model, no tokens. Many searches take a step together, each at its own length.
-The order among equal scores is that of ``torch.topk``, called as transformers calls it. Equal scores are common:
-wherever fewer candidates than beams can go on, the rest all have the score ``NEVER``.
+The rules take only scores, in float32 on the host: no model, no tokens. Many searches take a step together, each at its
+own length. The order among equal scores is that of ``torch.topk``, called as transformers calls it. Equal scores are
+common: wherever fewer candidates than beams can go on, the rest all have the score ``NEVER``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 NEVER = -1.0e9  # transformers' score of a beam or an answer that does not exist
+_NO_TOKEN = -1
 _FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever PyTorch's defaults are
 
 
@@ -40,6 +42,50 @@ class Choice:
     over: list[bool]  # [searches]
 
 
+class FinishedBeam(NamedTuple):
+    """An answer so far; empty while there are too few."""
+
+    made: int = 0  # tokens of the beam that it was
+    beam: int = 0  # its number among the beams of then
+    token: int | None = None  # one more, with which it ended
+    stopped: bool = False
+
+
+class FinishedBeams:
+    """The best finished beams of several searches, as arrays: in most steps each has others, if only among equals.
+
+    The tokens of those that stay to the end, which mostly they do not, are put together then.
+    """
+
+    def __init__(self, searches: int, width: int) -> None:
+        # [searches, width, (made, beam, token, stopped)]  the best first
+        self._found = np.zeros((searches, width, 4), dtype=np.int64)
+        self._found[:, :, 2] = _NO_TOKEN
+
+    def take(
+        self,
+        which: Sequence[int],
+        made: Sequence[int],  # [searches]  new tokens of each beam
+        answers: np.ndarray,  # [searches, width]  as in ``Choice``
+        beams: np.ndarray,  # [searches, candidates]  the beam that each candidate goes on from
+        tokens: np.ndarray | None = None,  # [searches, candidates]  None: the beams themselves are the candidates
+        stopped: np.ndarray | None = None,  # [searches, candidates] bool  whether each ends with its token
+    ) -> None:
+        new = np.empty((*beams.shape, 4), dtype=np.int64)
+        new[:, :, 0] = np.array(made)[:, None]
+        new[:, :, 1] = beams
+        new[:, :, 2] = _NO_TOKEN if tokens is None else tokens
+        new[:, :, 3] = False if stopped is None else stopped
+        every = np.concatenate([self._found[which], new], axis=1)
+        self._found[which] = np.take_along_axis(every, answers[:, :, None], axis=1)
+
+    def of(self, search: int) -> list[FinishedBeam]:  # [width]
+        return [
+            FinishedBeam(made, beam, None if token == _NO_TOKEN else token, bool(stopped))
+            for made, beam, token, stopped in self._found[search].tolist()
+        ]
+
+
 class Searches:
     """The state of several searches. ``longest``: how many new tokens each may have by its options."""
 
@@ -53,6 +99,7 @@ class Searches:
             self.finished = torch.zeros(count, width, dtype=torch.bool, device="cpu")  # whether the answer exists
             self._may_improve = torch.ones(count, 1, dtype=torch.bool, device="cpu")
         self._longest = list(longest)
+        self.found = FinishedBeams(count, width)
 
     def step(
         self,
