@@ -21,13 +21,12 @@ import torch
 from support_calls import noted
 from support_device_loop import run_over_twins
 from support_families import build
-from support_parity import cache_of
+from support_parity import cache_of, prove_caches
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine import wiring
 from hf_batchllm.engine.beams import scheduler
 from hf_batchllm.engine.loop import Engine
-from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.state_storage import StateStorage
 
 NEAR = 2e-5  # scores that are no further apart may be told apart by rounding alone
@@ -164,7 +163,7 @@ def groups_of(engine: Any) -> list[Any]:
 @contextmanager
 def proved() -> Iterator[list[int]]:
     """The cache is proved whole after every step, over memory that holds NaN. Gives the pages held after each."""
-    step, of, state_of, held = Engine._launch, KVStorage.of, StateStorage.of, []
+    step, state_of, held = Engine._launch, StateStorage.of, []
 
     def checked(self: Engine, given: Any) -> Any:
         result = step(self, given)
@@ -174,21 +173,14 @@ def proved() -> Iterator[list[int]]:
         held.append(cache.num_pages - cache.free_pages)
         return result
 
-    def poisoned(self: KVStorage, layer: Any, k: torch.Tensor, v: torch.Tensor) -> Any:
-        new = layer not in self._layers
-        pair = of(self, layer, k, v)
-        for tensor in pair if new else ():
-            tensor.fill_(float("nan"))
-        return pair
-
     def poisoned_states(self: StateStorage, call: int, *given: Any) -> torch.Tensor:
         new = call == len(self._states)
         states = state_of(self, call, *given)
         return states.fill_(float("nan")) if new else states
 
     with pytest.MonkeyPatch.context() as patch:
+        prove_caches(patch)
         patch.setattr(Engine, "_launch", checked)
-        patch.setattr(KVStorage, "of", poisoned)
         patch.setattr(StateStorage, "of", poisoned_states)
         yield held
 

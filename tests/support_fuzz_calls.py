@@ -13,16 +13,14 @@ import support_fuzz_models as models
 import torch
 from support_drafts import always_pay
 from support_fuzz_cases import Ask, Case
-from support_parity import cache_of
+from support_parity import prove_caches
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
-from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.engine.cost import Times
 from hf_batchllm.engine.drafts import assisted
 from hf_batchllm.engine.drafts.assisted import Assisted
 from hf_batchllm.errors import CacheMemoryError
-from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 
 _MOST_TRIES = 2000
@@ -45,7 +43,7 @@ SEEN: Counter[str] = Counter()  # what has happened in all calls so far
 def running_as(case: Case) -> Iterator[None]:
     """On a CPU, where the case asks for it, calls run as on a GPU. The cache is proved whole after every step."""
     with pytest.MonkeyPatch.context() as patch:
-        _prove_caches(patch)
+        prove_caches(patch)
         if case.device_loop:
             _run_as_on_a_gpu(patch)
             if case.config.get("invariant"):
@@ -53,27 +51,6 @@ def running_as(case: Case) -> Iterator[None]:
                 if not case.exact:
                     patch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
         yield
-
-
-def _prove_caches(patch: pytest.MonkeyPatch) -> None:
-    """And memory that nobody has written holds NaN."""
-    collect, of = TokenCollector.collect, KVStorage.of
-
-    def checked(self: TokenCollector, *given: Any) -> Any:
-        found = collect(self, *given)
-        cache_of(self.scheduler).check_integrity()
-        return found
-
-    def poisoned(self: KVStorage, layer: Any, *given: Any) -> Any:
-        new = layer not in self._layers
-        pair = of(self, layer, *given)
-        if new:
-            for tensor in pair:
-                tensor.fill_(float("nan"))
-        return pair
-
-    patch.setattr(TokenCollector, "collect", checked)
-    patch.setattr(KVStorage, "of", poisoned)
 
 
 def _run_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:

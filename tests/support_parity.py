@@ -146,31 +146,37 @@ def cache_of(scheduler: Any) -> Any:
     return getattr(scheduler, "inner", scheduler).cache
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The cache is proved whole after every step, and memory that nobody wrote holds NaN. Gives the caches seen."""
+def prove_caches(patch: pytest.MonkeyPatch) -> list[Any]:
+    """From here on the cache is proved whole after every step, and memory that nobody wrote holds NaN.
+
+    Gives the caches seen.
+    """
     caches: list[Any] = []
     collect, of = TokenCollector.collect, KVStorage.of
 
-    def checked_collect(self: TokenCollector, flight: Any, tokens: list[int]) -> Any:
-        finished = collect(self, flight, tokens)
+    def checked(self: TokenCollector, *given: Any) -> Any:
+        found = collect(self, *given)
         cache = cache_of(self.scheduler)
         cache.check_integrity()
         if cache not in caches:
             caches.append(cache)
-        return finished
+        return found
 
-    def poisoned_of(self: KVStorage, layer: Any, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def poisoned(self: KVStorage, layer: Any, *given: Any) -> Any:
         new = layer not in self._layers
-        pair = of(self, layer, k, v)
-        if new:
-            for tensor in pair:
-                tensor.fill_(float("nan"))
+        pair = of(self, layer, *given)
+        for tensor in pair if new else ():
+            tensor.fill_(float("nan"))
         return pair
 
-    monkeypatch.setattr(TokenCollector, "collect", checked_collect)
-    monkeypatch.setattr(KVStorage, "of", poisoned_of)
+    patch.setattr(TokenCollector, "collect", checked)
+    patch.setattr(KVStorage, "of", poisoned)
     return caches
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return prove_caches(monkeypatch)
 
 
 @contextmanager
