@@ -56,19 +56,20 @@ class TokenCollector:
             request.expect(count)
 
     def broke_off(self, flight: Flight) -> None:
-        pairs = zip(flight.sampling, flight.counts, strict=True)
+        pairs = zip(flight.step.sampling(), flight.counts, strict=True)
         self.idle_tokens += sum(count for request, count in pairs if request.done)
 
     def collect(self, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
         """Give each request its tokens; those that end with them leave the cache."""
-        assert tokens.shape == (len(flight.sampling), flight.step.times)
+        sampling = flight.step.sampling()
+        assert tokens.shape == (len(sampling), flight.step.times)
         self.timekeeper.switch("tokens")
-        ends = self.endings.find(flight.sampling, flight.counts, tokens)
+        ends = self.endings.find(sampling, flight.counts, tokens)
         self.timekeeper.switch("scheduling")
         finished: list[Request] = []
         idle = jumped = 0
         once = flight.step.times == 1  # then numbers do: thousands of short lists would keep Python's collector busy
-        seen = zip(flight.sampling, flight.counts, (tokens[:, 0] if once else tokens).tolist(), strict=True)
+        seen = zip(sampling, flight.counts, (tokens[:, 0] if once else tokens).tolist(), strict=True)
         for row, (request, count, new) in enumerate(seen):
             if request.finish_reason is not None:  # it had ended before this step, unknown when the step was launched
                 idle += count

@@ -64,8 +64,7 @@ class Flight:
     """A step that was launched and not collected yet."""
 
     step: Step
-    sampling: list[Request]
-    counts: list[int]  # the most tokens that each of them may get
+    counts: list[int]  # the most tokens of each request that it samples
     wait: Callable[[], Any]
     record: Stretch
     replayed: bool  # as a CUDA graph
@@ -223,9 +222,8 @@ class Engine:
         self.steps += step.times
         self.model_tokens += tokens
         record = self.timekeeper.launched(step.times, prompt_tokens, tokens - prompt_tokens)
-        return Flight(
-            step, sampling, counts, wait, record, self.launcher.replays, began, launched, self.launcher.is_steady
-        )
+        launcher = self.launcher
+        return Flight(step, counts, wait, record, launcher.replays, began, launched, launcher.is_steady)
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """``times``, as ``repeat`` gave it. With a wrong number, rows would write to pages of others."""

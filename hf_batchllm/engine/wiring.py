@@ -85,16 +85,16 @@ class Wiring:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watcher is None else watcher.wanted,
         )
-        given = self.timekeeper, self.jump
-        collector: TokenCollector
-        endings, drafts = self._endings(scheduler), self._drafts(scheduler, launcher)
-        if drafts is None:
-            collector = TokenCollector(self.requests, scheduler, endings, *given)
-        else:
+        endings = self._endings(scheduler)
+        drafts = self.drafts = drafts_for(
+            self.job, self.use, self.requests, picking_of(self.job, self.use), scheduler, launcher,
+            self.outputs.tensors is not None, self.step_tokens, self.earlier, self.assistant, self.notices,
+        )  # fmt: skip
+        if drafts is not None:
             scheduler = DraftingScheduler(scheduler, drafts, self.timekeeper)
-            by_host = launcher if isinstance(launcher, AtOnce) else None
-            collector = DraftCollector(drafts, by_host, self.requests, scheduler, endings, *given)
-        self.drafts = drafts
+        given = self.requests, scheduler, endings, self.timekeeper, self.jump
+        by_host = launcher if isinstance(launcher, AtOnce) else None
+        collector = TokenCollector(*given) if drafts is None else DraftCollector(drafts, by_host, *given)
         return self._engine(scheduler, builder, launcher, collector, depth)
 
     def _engine(
@@ -103,21 +103,6 @@ class Wiring:
         carries_states, alone = bool(self.use.architecture.states), self._ranks.size == 1
         smaller = SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states, alone)
         return Engine(scheduler, builder, launcher, collector, depth, self.timekeeper, smaller)
-
-    def _drafts(self, scheduler: BaseScheduler, launcher: Launcher) -> Drafts | None:
-        return drafts_for(
-            self.job,
-            self.use,
-            self.requests,
-            picking_of(self.job, self.use),
-            scheduler,
-            launcher,
-            self.outputs.tensors is not None,
-            self.step_tokens,
-            self.earlier,
-            self.assistant,
-            self.notices,
-        )
 
     def _of_beams(self) -> Engine:
         """Where beams are searched for."""

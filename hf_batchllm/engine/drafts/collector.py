@@ -49,7 +49,7 @@ class DraftCollector(TokenCollector):
 
     def _of_rows(self, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
         """``tokens`` [samples, most]: the device has drawn one in each row, and those that count are not negative."""
-        sampling = flight.sampling
+        sampling = flight.step.sampling()
         counts = np.maximum((tokens >= 0).sum(axis=1), 1).tolist()
         for request, count in zip(sampling, counts, strict=True):
             if count > 1:
@@ -94,7 +94,7 @@ class DraftCollector(TokenCollector):
             for request in requests:
                 request.computed += 1
                 request.expect()
-            once_more = replace(flight, step=Step(requests), sampling=requests, counts=[1] * len(requests))
+            once_more = replace(flight, step=Step(requests), counts=[1] * len(requests))
             ended, count = super().collect(once_more, tokens)
             finished += ended
             new_tokens += count
