@@ -135,7 +135,7 @@ class Search:
         self.scheduler.depth = 2 if self.turns else 1
         flights: deque[list[BeamGroup]] = deque()  # those whose beams have then all run
         for _ in range(20_000):
-            step = None if flights and not self.scheduler.takes_turns else self.scheduler.next()
+            step = None if flights and self.scheduler.must_know() else self.scheduler.next()
             self.check_cache()
             if step is None and not flights:
                 break

@@ -50,8 +50,8 @@ class BeamScheduler(QueueScheduler):
     def next(self) -> Step | None:
         step = self._empty_step()
         budget = self.max_batch_tokens
-        rows_at_most = -(-self._rows // 2) if self.takes_turns else self._rows
         running = self._to_run
+        rows_at_most = -(-self._rows // 2) if self._take_turns(running) else self._rows
         prefilling = [group for group in running if self._has_prefill(group)]
         rows = sum(group.width for group in running) - sum(group.width for group in prefilling)
         wait = rows < self.gather_rows and self._prompts_fill_a_step(prefilling)
@@ -80,18 +80,16 @@ class BeamScheduler(QueueScheduler):
         return self._checked(step)
 
     def must_know(self) -> bool:
-        return not self.takes_turns
+        return not self._take_turns(self._to_run)
 
-    @property
-    def takes_turns(self) -> bool:
+    def _take_turns(self, groups: Sequence[BeamGroup]) -> bool:
         """Whether the next step may be made while another one is on its way; each then has half of the rows.
 
-        Only if there are pages for all that will be in it: no group gives up its pages while it runs.
+        Only if there are pages for all ``groups``, which may be in it: none gives up its pages while it runs.
         """
         if self.depth == 1 or self._rows < TURNS_FROM:
             return False
         free = self.cache.free_pages
-        groups = self._to_run
         # A page for each beam is the most that they may lack: that is counted faster.
         return sum([len(group.beams) for group in groups]) <= free or sum([group.missing for group in groups]) <= free
 
