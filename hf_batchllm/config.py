@@ -86,9 +86,9 @@ class BatchConfig:
     cuda_graphs: replay decode steps on a GPU as graphs. Turn off to debug. Results are the same.
     fuse: use fused kernels where the model's structure allows. Turn off to debug.
     keep_prefixes: how many shared prefixes stay in the cache for the next call; the least recently used is dropped
-        first. Set it when several calls in a row use the same documents. They are dropped when the model changes:
-        its weights, modules, hooks, mode or config. Code of your own in the model, or in hooks, is tried on a few
-        tokens: what changes none of these cannot be seen, and needs ``forget_prefixes()``.
+        first. Set it when several calls in a row use the same documents. They are dropped when the model was changed
+        between two calls: its weights, modules, mode or config. Change it between calls, not during one. None are kept
+        of a model that runs code or hooks of your own: what these compute may change without a trace.
     backend: "torch" or "triton" attention; "auto" takes the best one for the device.
     invariant: the same answer to a prompt, to the last bit, whatever else is in the list: alone, in any order, with
         shared prefixes or without, in steps of any size. Set it for evaluations, caches and RL, where answers must not

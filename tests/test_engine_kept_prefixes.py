@@ -101,6 +101,10 @@ CHANGES: dict[str, Change] = {
 }
 
 
+# What may compute something else in the next call, without a trace; layers that the config does not make count, too.
+CUSTOM = ("module", "class", "forward", "hook", "parametrized", "config")
+
+
 def keeping(model: Any) -> BatchGenerator:
     return BatchGenerator(model, keep_prefixes=4, **CONFIG)
 
@@ -124,30 +128,30 @@ def test_a_change_between_two_calls(change: str) -> None:
         assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == cached
     CHANGES[change](model)
     assert_anew(generator)
-    assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == 24
+    assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == (0 if change in CUSTOM else 24)
+
+
+def test_nothing_is_kept_of_custom_code_and_that_is_said_once() -> None:
+    generator = keeping(model := FAMILIES["llama"]())
+    factor = [1.0]
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * factor[0])
+    with pytest.warns(UserWarning, match="no prefixes are kept .* runs code or hooks of your own") as caught:
+        for factor[0] in (1.0, 0.2, 0.2):
+            assert_anew(generator)
+    assert len([each for each in caught if "no prefixes" in str(each.message)]) == 1
+    handle.remove()
+    assert [generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens for _ in range(2)] == [0, 24]
 
 
 @pytest.mark.some_cases
-@pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("change", ["weights", "heads", "columns", "module", "number", "hook", "train"])
-@pytest.mark.filterwarnings("ignore:no prefixes are kept of a call")
-def test_a_change_between_two_results(change: str, back: bool) -> None:
-    """The second document is computed with the changed model. ``back``: afterwards the model is the one of before."""
+def test_a_change_between_two_results(change: str) -> None:
+    """The second document is computed with the changed model."""
     generator = keeping(model := FAMILIES["llama"]())
     other = [[*OTHER, 3], [*OTHER, 4]]
     stream = generator.stream([*GIVEN, *other], max_new_tokens=1)
     next(stream)
-    before = {key: each.clone() for key, each in model.state_dict().items()}
-    proj, norm = attention(model).k_proj, model.model.layers[0].input_layernorm
-    epsilon = norm.variance_epsilon
     CHANGES[change](model)
-    if back:
-        assert len([next(stream), next(stream)]) == 2
-        attention(model).k_proj, norm.variance_epsilon = proj, epsilon
-        model.model.layers[0]._forward_pre_hooks.clear()
-        model.eval()
-        for key, each in model.state_dict().items():
-            each.data.copy_(before[key])
     list(stream)
     for given in (GIVEN, other):
         assert_anew(generator, given)
@@ -157,16 +161,6 @@ def test_a_stream_in_which_nothing_changes_keeps_its_prefixes() -> None:
     generator = keeping(FAMILIES["llama"]())
     list(generator.stream([*GIVEN, [*OTHER, 3], [*OTHER, 4]], max_new_tokens=2))
     assert generator.generate([GIVEN[0], [*OTHER, 9]], max_new_tokens=2).report.cached_tokens == 48
-
-
-def test_what_changed_while_a_call_ran_is_said() -> None:
-    generator = keeping(model := FAMILIES["llama"]())
-    stream = generator.stream(GIVEN, max_new_tokens=1)
-    next(stream)
-    attention(model).scaling *= 2
-    generator._kv.look_again(adapters=True)  # as if a prefix had been computed since
-    with pytest.warns(UserWarning, match=r"no prefixes are kept of a call: `model.layers.1.self_attn` changed while"):
-        list(stream)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -239,16 +233,15 @@ def test_a_module_taken_out_of_the_model_is_freed() -> None:
     assert before() is None
 
 
-@pytest.mark.parametrize("at", [1, 2])  # as the call begins; as it ends
 def test_where_the_weights_cannot_be_looked_at_for_want_of_memory_nothing_is_kept(
-    at: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator, looks = BatchGenerator(FAMILIES["llama"](), keep_prefixes=2, **CONFIG), iter(range(1, 9))
     expected = generator.generate(GIVEN, max_new_tokens=4).token_ids
     generator.forget_prefixes()
 
     def fails(tensors: Any) -> Digest:
-        if next(looks) == at:
+        if next(looks) == 1:
             raise torch.OutOfMemoryError
         return Digest(tensors)
 

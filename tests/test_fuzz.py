@@ -93,19 +93,17 @@ def test_noise_that_depends_on_the_place_in_the_list(monkeypatch: pytest.MonkeyP
 
 
 def test_prefixes_kept_from_before_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a hook that changes what the model computes had not been noticed."""
-    hooks: list[Any] = []
+    """As if weights that were changed in place had not been noticed."""
     monkeypatch.setattr(ComputedWith, "holds_for", lambda *_: True)
-    monkeypatch.setattr(ComputedWith, "change", lambda _: None)
 
-    def add_hook(model: Any, dice: Any) -> tuple[str, Any, Any]:
-        embedding = model.get_input_embeddings()
-        hooks.append(embedding.register_forward_hook(lambda module, args, out: out.flip(-1)))
-        return "a hook", embedding.weight, embedding.weight.detach().clone()
+    def flip(model: Any, dice: Any) -> tuple[str, Any, Any]:
+        weight = model.get_input_embeddings().weight
+        before = weight.detach().clone()
+        weight.data.copy_(before.flip(-1))
+        return "the embedding", weight.data, before
 
-    monkeypatch.setattr(support_fuzz_relations, "_change", add_hook)
-    monkeypatch.setattr(support_fuzz_relations, "_change_back", lambda changed: hooks.pop().remove())
+    monkeypatch.setattr(support_fuzz_relations, "_change", flip)
     _, error = found(
         lambda case: case.relation == "kept" and len(case.asks) > 3 and case.tokens > 40, 12, family="llama"
     )
-    assert "a hook was changed" in error and not hooks
+    assert "the embedding was changed" in error

@@ -289,17 +289,9 @@ class Call:
             yield request
         feed.end()
 
-    def look_at_the_model(self) -> None:
-        """Before its owner may change it, and in the end: kept prefixes must stem from one and the same model."""
-        if self.engine.builder.built_prefixes:
-            assert self._adapters is not None
-            self.engine.builder.built_prefixes = False
-            self._kv.look_again(adapters=self._adapters.swap is None)
-
     @contextmanager
     def owner_in_control(self) -> Iterator[None]:
         """While a stream hands a result out. Graphs are replayed only of a model that has not changed meanwhile."""
-        self.look_at_the_model()
         if self._graphs is not None:
             self._graphs.owner_gets_control()
         self.timekeeper.switch("outside")
@@ -345,7 +337,6 @@ class Call:
         if self._adapters.were_switched:  # between results: what was computed with which adapter is unknown
             self._kv.clear()
         else:
-            self.look_at_the_model()
             self._kv.settle()
 
     def make_sure(self) -> None:

@@ -10,10 +10,13 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..errors import CacheMemoryError
+from ..inputs.base_model import base_model
 from ..model.architecture import Architecture
 from ..model.device_memory import DeviceMemory, SharedMemory, device_memory, is_out_of_memory
 from ..model.kv_storage import KVStorage, kv_dtype
+from ..model.owners_warnings import has_owners_hooks
 from ..notices import Notices
+from ..patches.uncompiled import every_module
 from ..planning.paged_cache import PagedCache
 from ..planning.state_slots import StateSlots
 from ..wording import shown_size
@@ -40,6 +43,7 @@ class KVMemory:
         self._config = config
         self._notices = notices
         self._computed_with: ComputedWith | None = None  # what the cache holds; only where prefixes are kept
+        self._may_change = False  # whether custom code runs, which may compute something else in the next call
         self.memory: DeviceMemory = self._device_memory()
         self.rehearsals = Rehearsals(model, config)
         self._beside: int | None = None  # bytes to leave to the call's steps, if known
@@ -123,46 +127,32 @@ class KVMemory:
         self.cache.start_counting()
         return self.cache, self.storage
 
-    def look_again(self, adapters: bool) -> None:
-        """Prefixes were computed since the last look: with the model as it was when the call began?
-
-        adapters: whether they were computed with the adapters that the owner has activated.
-        """
-        if self._computed_with is None:
-            return
-        try:
-            self._computed_with.look_again(self._model, adapters)
-        except Exception as error:
-            self._computed_with = None  # unknown, then: nothing is kept
-            if not is_out_of_memory(error):
-                raise
-
     def settle(self) -> None:
         """A call has ended well: keep the pages of kept prefixes, free the others."""
         if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
             self.clear()
             return
-        if self._computed_with is None:  # memory ran out when the model was looked at
+        if self._computed_with is None:  # memory ran out when the model was looked at, or it runs custom code
             self._keep_nothing()
             return
         try:
-            change = self._computed_with.change()
-            if change is None:
-                slots = self.cache.compact_slots()
-                self.storage.keep_only(self.cache.compact(), slots)
-                return
+            slots = self.cache.compact_slots()
+            self.storage.keep_only(self.cache.compact(), slots)
         except BaseException as error:
             self.clear()
             if not is_out_of_memory(error):
                 raise
             self._keep_nothing()
-            return
-        self.clear()
-        self._notices("changed", f"no prefixes are kept of a call: {change} changed while it ran")
 
     def _keep_nothing(self) -> None:
-        """There is no memory to keep prefixes with."""
         self.clear()
+        if self._may_change:
+            self._notices(
+                "custom",
+                f"no prefixes are kept for the next call: {self.architecture.name} runs code or hooks of your own, which "
+                "may compute something else by then",
+            )
+            return
         self._notices(
             "settle",
             f"no prefixes are kept for the next call: {self.architecture.device} had no memory to put them together. "
@@ -171,9 +161,12 @@ class KVMemory:
 
     def _drop_what_another_model_computed(self) -> None:
         now, holds = None, False
+        inner = base_model(self._model)
+        modules = every_module(inner)
+        self._may_change = self.architecture.own_code.finds_any(inner, modules) or has_owners_hooks(self._model)
         try:
-            now = ComputedWith(self._model, self.architecture)
-            holds = self._computed_with is not None and self._computed_with.holds_for(self._model, now)
+            now = None if self._may_change else ComputedWith(self._model, self.architecture)
+            holds = now is not None and self._computed_with is not None and self._computed_with.holds_for(now)
         except Exception as error:  # copies of weights that do not lie in order
             if not is_out_of_memory(error):
                 raise

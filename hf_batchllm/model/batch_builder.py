@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..inputs.images.prompt_images import FIRST_KEY
-from ..planning.requests_and_prefixes import Prefix, Request, places_below
+from ..planning.requests_and_prefixes import Request, places_below
 from ..planning.step import Chunk, Step
 from .batch import AttentionBatch, Burst, Copies, ModelBatch, TokenBatch, TwoWay, UnitTable
 from .draft_rows import DraftRows
@@ -54,7 +54,6 @@ class BatchBuilder:
         self.wanted = wanted
         self.states_handed_on = 0  # runs of tokens that began with the state of another unit
         self._in_room: RoomBatches | None = None  # where the latest step with drafts was
-        self.built_prefixes = False  # whether there were prefixes in a batch; set back by the reader
 
     def build(self, step: Step) -> ModelBatch:
         known = self._in_room
@@ -76,7 +75,6 @@ class BatchBuilder:
         # Short chunks first, otherwise in their order: neighbours in the plan stay neighbours.
         order = sorted(range(count), key=lambda index: self._is_long(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
-        self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
         places = places_below([*step.rows, *(chunk.unit for chunk in chunks)])
         table = UnitTable.of(places)
         row_ids, row_positions, row_made, row_seats, row_most = self._rows(step.rows)

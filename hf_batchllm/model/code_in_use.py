@@ -31,6 +31,7 @@ _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_te
 _OF_ROPE = ("rope_type", "original_max_seq_len")
 NOTEBOOK = "__main__"  # or a script's own module
 _TORCHS_OWN = len(nn.Module().__dict__)
+_METHODS = (property, classmethod, staticmethod)
 _WITHOUT_DATA = torch.device("meta")
 
 
@@ -82,7 +83,7 @@ def _look(model: PreTrainedModel) -> CodeInUse:
             plain.append(cls)
             plain += kinds.plain_items(held)
             if "forward" in held:
-                plain.append(_token(held["forward"]))
+                plain.append(token_of(held["forward"]))
                 forwards.append(held["forward"])
             if isinstance(config := held.get("config"), PreTrainedConfig):
                 number = numbers.get(id(config))
@@ -96,7 +97,7 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     look.configs = list(configs.values())
     look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
     code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes, forwards)
-    look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(_token, code))
+    look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(token_of, code))
     functions: list[tuple[str, Any]] = [
         *AttentionInterface._global_mapping.items(),
         *AttentionMaskInterface._global_mapping.items(),
@@ -110,7 +111,7 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     look.implementations = [getattr(config, "_attn_implementation", None) for config in look.configs]
     look.attention = (
         *look.implementations,
-        *((name, _token(function)) for name, function in functions),
+        *((name, token_of(function)) for name, function in functions),
     )
     return look
 
@@ -188,14 +189,14 @@ def _is_model_code(home: str) -> bool:
 
 
 def _replaceable(classes: list[type], homes: list[ModuleType], forwards: list[Any]) -> Iterator[Any]:
-    """What the classes hold by name, and the functions of their Python modules.
+    """The methods and properties of the classes, and the functions of their Python modules.
 
     Functions alone, as a notebook's own module holds all sorts of things that change with every cell. There, only
     functions with a name that the code of the model reads.
     """
     bases = {base: None for cls in classes for base in cls.__mro__ if _is_model_code(base.__module__)}
     for base in bases:
-        yield from vars(base).values()
+        yield from (value for value in vars(base).values() if callable(value) or isinstance(value, _METHODS))
     for home in (*homes, masking_utils, sdpa_attention):
         functions = {name: value for name, value in vars(home).items() if isinstance(value, FunctionType)}
         if home.__name__ == NOTEBOOK:
@@ -203,7 +204,7 @@ def _replaceable(classes: list[type], homes: list[ModuleType], forwards: list[An
         yield from functions.values()
 
 
-def _token(value: Any) -> object:
+def token_of(value: Any) -> object:
     """Equal for the same code alone. Holds no object that may hold the model, and no address without what lay there."""
     code = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", value)))
     return id(value), type(value), getattr(code, "__code__", None)

@@ -27,7 +27,7 @@ from ..patches.attention_swap import steps_lock
 from ..patches.sharded_modules import local
 from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import code_home, is_idle
-from .code_in_use import NOTEBOOK
+from .code_in_use import NOTEBOOK, token_of
 from .code_reach import names_read_by
 from .glance import Glance
 from .matmul_precision import matmul_settings
@@ -62,6 +62,8 @@ _NOT_OWN = _APART.union(_NOTES)
 # The layers of a RoPE that depends on the length note these while they run.
 _NOTED_BY_ROPE = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached")
 _ATTENTION = "_attn_implementation"  # of a config: another attention runs in any case
+# Compared by value.
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, set, OrderedDict)
 
@@ -91,6 +93,47 @@ def _not_in_graphs(model: nn.Module) -> str | None:
 def has_hooks(module: nn.Module) -> bool:
     """Whether it has hooks that do something. transformers leaves idle ones behind."""
     return bool(_hooks_in(module.__dict__))
+
+
+def stamp_of(model: nn.Module, device: torch.device) -> list[object]:
+    """Equal for as long as a model that runs no custom code computes the same, but for the values of its weights.
+
+    Modules, parameters and buffers are not held: what the user takes out is freed. A step in another thread is waited
+    for: it puts forwards in place for as long as it runs.
+    """
+    with steps_lock(base_model(model).config):
+        modules = [_noted_module(name, module) for name, module in model.named_modules()]
+        return [_settings(device), list(vars(nn.functional).values()), *modules]
+
+
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters, buffers and tensors that are attributes of modules, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        held = module.__dict__
+        for each in (*held["_parameters"].values(), *held["_buffers"].values(), *held.values()):
+            if isinstance(each, torch.Tensor):
+                found[id(each)] = each
+    return list(found.values())
+
+
+def _noted_module(name: str, module: nn.Module) -> tuple[object, ...]:
+    held, kind = module.__dict__, type(module)
+    notes = {
+        key: _noted(each) for key, each in held.items() if key not in _NOT_OWN and not key.endswith(_NOTED_BY_ROPE)
+    }
+    return name, kind, token_of(getattr(kind, "forward", None)), _hooks_in(held), notes
+
+
+def _noted(value: Any) -> object:
+    """Equal for equal plain values, and for the same objects. The digest of the weights tells what tensors hold."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, dict):
+        return {key: _noted(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return list(map(_noted, value))
+    return type(value) if isinstance(value, (torch.Tensor, PreTrainedConfig)) else token_of(value)
 
 
 class OwnersState:
