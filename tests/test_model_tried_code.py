@@ -243,7 +243,8 @@ def test_code_is_tried_once_and_again_if_the_owner_changes_it() -> None:
         seen.clear()
         hooked.clear()
         tokens(generator)
-        assert len(seen) == len(hooked) == generator.last_report.steps  # type: ignore[union-attr]
+        steps = generator.last_report.steps  # type: ignore[union-attr]
+        assert len(seen) == len(hooked) == steps + 1, "a row that tells whether it is the code that was tried"
     model.model.layers[1].mlp.amount = torch.ones(1)
     with pytest.raises(UnsupportedModelError, match=BESIDE):
         tokens(generator)

@@ -149,8 +149,8 @@ class KVMemory:
         if self._may_change:
             self._notices(
                 "custom",
-                f"no prefixes are kept for the next call: {self.architecture.name} runs code or hooks of your own, which "
-                "may compute something else by then",
+                f"no prefixes are kept for the next call: {self.architecture.name} runs code or hooks of your own, "
+                "which may compute something else by then",
             )
             return
         self._notices(

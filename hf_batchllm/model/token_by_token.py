@@ -5,13 +5,12 @@ a mean over the row), count positions by itself, ask how much a cache holds, or 
 for. Its code does not say. So the model runs over some tokens, among other neighbours each time, with an attention that
 sees none of them: each token must give the same logits. Models that run transformers' code alone are not run.
 
-A trial counts for as long as nothing that can be seen of the code, and nothing in the model, has changed.
+A trial counts for as long as the code is the same, and gives the same numbers for a long row at the start of each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,14 +21,11 @@ from ..errors import UnsupportedModelError
 from ..notices import Notices
 from ..patches.mask_probe import MASK_PROBE_NAME, attention_masks_noted
 from ..patches.state_functions import mixers
-from ..patches.uncompiled import every_module
 from .batch_dependent import depends_on_batch
-from .code_reach import PlainReads
 from .float64 import in_float64
 from .kv_storage import kv_dtype
 from .matmul_precision import multiplies_exactly
 from .own_code import AsMade, OwnCode, OwnCodeFinder, shortest_table
-from .owners_state import OwnersState
 from .trial_passes import (
     MadeUp,
     Row,
@@ -39,7 +35,6 @@ from .trial_passes import (
     logits_of,
     random_numbers_kept,
 )
-from .weights_digest import Digest
 
 _TOKENS = 8
 # Places in the row of each pass's tokens; the first half of the tokens is the same in all passes.
@@ -81,9 +76,8 @@ class TokenByToken:
         self._name = name
         self._longest = max(longest, 1)
         self._selects_rows = selects_rows
-        self._is_theirs = is_theirs
         self._finder = OwnCodeFinder(made, is_theirs)
-        self._good: _State | None = None
+        self._good: tuple[object, torch.Tensor] | None = None  # the code of a good trial, and its numbers
         self._notices = Notices()
 
     def refuse_mixed_tokens(self, model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
@@ -91,11 +85,10 @@ class TokenByToken:
         own = self._finder.find(model, modules)
         if not own or depends_on_batch(model, modules) is not None:
             return
-        if self._good is not None and self._good.holds_for(model, own):
+        code, numbers = own.shows(), self._numbers(model, modules, own)
+        if self._good is not None and self._good[0] == code and torch.equal(self._good[1], numbers):
             return
-        self._good = before = None
-        with suppress(Exception):  # tensors that cannot be read: it is tried in each call
-            before = _State(model, own, self._is_theirs)
+        self._good = None
         try:
             why = self._tried(model, modules, own)
         except _Unclear as unclear:
@@ -114,22 +107,14 @@ class TokenByToken:
                 f"tokens, {why}. Here many prompts stand side by side in one row, and only attention may bring tokens "
                 "together: use model.generate, or take that code out"
             )
-        if before is not None:
-            self._good = before.after_passes(model)
+        self._good = code, numbers
 
     def finds_any(self, model: nn.Module, modules: Sequence[nn.Module]) -> bool:
         """Whether there is code that is not transformers' own."""
         return bool(self._finder.find(model, modules))
 
-    def answers(self, model: PreTrainedModel, hooked: bool) -> torch.Tensor | None:
-        """Of a long row, numbers that change with nearly all that an owner's code reads; not numbers where it fails.
-
-        None for models without such code. ``hooked``: whether an owner's hooks are on the model.
-        """
-        modules = every_module(model)
-        own = self._finder.find(model, modules)
-        if not hooked and not own:
-            return None
+    def _numbers(self, model: PreTrainedModel, modules: Sequence[nn.Module], own: OwnCode) -> torch.Tensor:
+        """Numbers of a long row that change with nearly all that custom code reads; not numbers where it fails."""
         made_up = MadeUp(model, seed=1)
         spread = _spread(self._positions(model, own), _LONG)
         with each_by_itself(model, modules):
@@ -137,7 +122,9 @@ class TokenByToken:
                 positions = [spread[place] for place in made_up.places(_LONG, _LONG)]
                 parts = logits_of(model, made_up.tokens(_LONG), positions).split(64)
                 exact = (in_float64(part) for part in parts)
-                return torch.cat([torch.stack([part.mean(-1), part.norm(dim=-1)]) for part in exact], dim=1)
+                return torch.cat([torch.stack([part.mean(-1), part.norm(dim=-1)]) for part in exact], dim=1).cpu()
+            except UnsupportedModelError:
+                raise
             except Exception:
                 return torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
 
@@ -170,50 +157,6 @@ class _Unclear(Exception):
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
         self.error = error
-
-
-class _State:
-    """All that a trial depends on, as far as it can be seen."""
-
-    def __init__(self, model: PreTrainedModel, own: OwnCode, is_theirs: Callable[[Any], bool]) -> None:
-        self._code = own.shows()
-        self._device = model.device
-        self._owners = OwnersState(model, model.device)
-        self._reads = PlainReads(model, is_theirs, own.functions)
-        self._values, self._digest = self._read()
-        self._written = self._values
-
-    def after_passes(self, model: PreTrainedModel) -> _State | None:
-        """With what the code has written meanwhile, such as a list of what it has seen: that does not count."""
-        owners = OwnersState(model, self._device)
-        owners.pass_over_changes_since(self._owners)
-        self._owners, self._written = owners, self._read()[0]
-        return self
-
-    def holds_for(self, model: PreTrainedModel, own: OwnCode) -> bool:
-        if own.shows() != self._code or model.device != self._device:
-            return False
-        if self._owners.change(model, written=True) is not None:
-            return False
-        try:
-            values, digest = self._read()
-            return _same_but_written(self._values, self._written, values) and digest == self._digest
-        except Exception:  # values that cannot be compared
-            return False
-
-    def _read(self) -> tuple[object, Digest]:
-        held: list[torch.Tensor] = []
-        values = self._reads.now(held)
-        return values, Digest([*self._owners.tensors(), *held])
-
-
-def _same_but_written(before: object, after: object, now: object) -> bool:
-    """Whether values are those ``after`` passes, as far as the passes left them as they were ``before``."""
-    if before == after:
-        return now == after
-    if not (isinstance(before, tuple) and isinstance(after, tuple) and isinstance(now, tuple)):
-        return True
-    return not len(before) == len(after) == len(now) or all(map(_same_but_written, before, after, now))
 
 
 class _Trial:
