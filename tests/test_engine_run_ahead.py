@@ -15,7 +15,7 @@ from support_calls import answers, as_generate, noted
 from support_decode_graphs import captured as captured  # a fixture
 from support_decode_graphs import graphs as graphs  # a fixture
 from support_device_loop import assert_best
-from support_families import FAMILIES, build, family_params, random_prompts, reference_generate
+from support_families import build, family_params, random_prompts, reference_generate
 from support_kernels import plain
 from support_parity import each_config_with_some, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
@@ -23,7 +23,6 @@ from support_parity import watched as watched  # a fixture
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.progress import Progress
-from hf_batchllm.model.owners_state import OwnersState
 from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 
@@ -214,38 +213,3 @@ def test_a_request_that_has_stopped_waits_for_nothing() -> None:
     request.expect()
     request.take(7, FinishReason.STOP)
     assert request.done and request.pending == 0 and request.length == 5
-
-
-def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
-    model, device = FAMILIES["llama"](), torch.device("cpu")
-
-    class Adapted(torch.nn.Module):
-        """As PEFT's layers are."""
-
-        active = "one"
-
-        @property
-        def disable_adapters(self) -> bool:
-            return False
-
-        @property
-        def active_adapters(self) -> str:
-            return self.active
-
-    model.model.layers[0].extra = Adapted()
-    states = [OwnersState(model, device)]
-    assert states[0].change(model) is None
-
-    def then(change: Any) -> None:
-        change()
-        assert all(state.change(model) is not None for state in states)
-        states.append(OwnersState(model, device))
-
-    then(model.train)
-    then(lambda: setattr(model.model.layers[0].extra, "active", "two"))
-    then(lambda: model.lm_head.register_forward_hook(lambda *_: None))
-    then(lambda: setattr(model.model.norm, "forward", model.model.norm.forward))
-    then(lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()))
-    then(lambda: model.model.register_buffer("more", torch.zeros(1)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        then(lambda: None)

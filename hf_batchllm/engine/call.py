@@ -291,9 +291,7 @@ class Call:
 
     @contextmanager
     def owner_in_control(self) -> Iterator[None]:
-        """While a stream hands a result out. Graphs are replayed only of a model that has not changed meanwhile."""
-        if self._graphs is not None:
-            self._graphs.owner_gets_control()
+        """While a stream hands a result out. Graphs are replayed only if the model's weights are where they were."""
         self.timekeeper.switch("outside")
         with self._ranks.owner_in_control():
             yield

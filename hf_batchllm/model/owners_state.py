@@ -1,4 +1,4 @@
-"""What a model's owner may do to it between two steps, and how it is noticed.
+"""What is noted of a model: whether it can be captured, whether it is the one of before, and where its weights lie.
 
 Captured graphs replay what the model was when they were captured, and kept prefixes hold what it computed. Neither must
 be used once the model is another.
@@ -6,12 +6,8 @@ be used once the model is another.
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -27,9 +23,7 @@ from ..patches.attention_swap import steps_lock
 from ..patches.sharded_modules import local
 from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import code_home, is_idle
-from .code_in_use import NOTEBOOK, token_of
-from .code_reach import names_read_by
-from .glance import Glance
+from .code_in_use import token_of
 from .matmul_precision import matmul_settings
 
 # Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
@@ -47,25 +41,15 @@ _APART = frozenset(
         *("generate_batch", "init_continuous_batching", "continuous_batching_context_manager", "last_report"),
         # Of gradient checkpointing, which trainers switch off and on again around each rollout.
         *("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"),
+        # PEFT's notes of the active adapters, of which the prompts' keys tell.
+        *("_active_adapter", "active_adapter", "active_adapters"),
+        *("_disable_adapters", "disable_adapters", "_adapters_disabled"),
     ]
 )
-# PEFT's notes of the active adapters.
-_NOTES = (
-    "_active_adapter",
-    "_disable_adapters",
-    "active_adapters",
-    "disable_adapters",
-    "active_adapter",
-    "_adapters_disabled",
-)
-_NOT_OWN = _APART.union(_NOTES)
 # The layers of a RoPE that depends on the length note these while they run.
 _NOTED_BY_ROPE = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached")
-_ATTENTION = "_attn_implementation"  # of a config: another attention runs in any case
 # Compared by value.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
-_CONTAINERS = (dict, list, set, OrderedDict)
 
 
 def not_in_graphs(model: nn.Module) -> str | None:
@@ -103,7 +87,7 @@ def stamp_of(model: nn.Module, device: torch.device) -> list[object]:
     """
     with steps_lock(base_model(model).config):
         modules = [_noted_module(name, module) for name, module in model.named_modules()]
-        return [_settings(device), list(vars(nn.functional).values()), *modules]
+        return [_settings(device), *modules]
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
@@ -119,9 +103,7 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 def _noted_module(name: str, module: nn.Module) -> tuple[object, ...]:
     held, kind = module.__dict__, type(module)
-    notes = {
-        key: _noted(each) for key, each in held.items() if key not in _NOT_OWN and not key.endswith(_NOTED_BY_ROPE)
-    }
+    notes = {key: _noted(each) for key, each in held.items() if key not in _APART and not key.endswith(_NOTED_BY_ROPE)}
     return name, kind, token_of(getattr(kind, "forward", None)), _hooks_in(held), notes
 
 
@@ -136,190 +118,45 @@ def _noted(value: Any) -> object:
     return type(value) if isinstance(value, (torch.Tensor, PreTrainedConfig)) else token_of(value)
 
 
-class OwnersState:
-    """What the owner has set on a model: taken when it is made, compared with the model's state of later.
+class HeldMemory:
+    """The memory of a model's weights, held so that a captured graph never reads what has been freed.
 
-    Modules, parameters and buffers are not held: what the owner takes out is freed. Python reads much of it every
-    time, so the loops read the modules' ``__dict__``, past their ``__getattr__``. A step in another thread is waited
-    for: it puts forwards in place for as long as it runs.
-
-    at_a_glance: for who asks often, and not for long: then all of it is held.
+    Casting or moving a model, as ``model.half()`` does, puts other memory below the same tensors. What is asked between
+    two steps must not take long, so other modules in the place of these are not seen.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, at_a_glance: bool = False) -> None:
-        self._glance: Glance | None = None
-        with steps_lock(base_model(model).config):
-            self._take(model, device)
-            if at_a_glance:
-                self._glance = Glance(model.modules())
+    def __init__(self, model: nn.Module) -> None:
+        places: list[dict[str, Any]] = []
+        for module in every_module(model):
+            places += [module._parameters, module._buffers]
+        self._places = [place for place in places if place]
+        self._tensors = self._tensors_now()
+        self._held = [each.detach() for each in self._tensors]
+        self._sharded = [each for each in self._tensors if local(each) is not each]
+        self._plain = [each for each in self._tensors if local(each) is each and _has_memory(each)]
+        self._addresses = self._addresses_now()
 
-    def _take(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self._settings = _settings(device)
-        self._model = weakref.ref(model)
-        self._modules = [_ModuleState(name, module) for name, module in model.named_modules()]
-        self._code = _Code({entry.kind for entry in self._modules})
-        configs: dict[int, PreTrainedConfig] = {}
-        for entry in self._modules:
-            for value in entry.own.values():
-                if isinstance(value, PreTrainedConfig):
-                    _collect(value, configs)
-        self._configs = [(config, _fields_of(config, frozen=True)) for config in configs.values()]
+    def is_in_use(self) -> bool:
+        """Whether the model has these weights, where they were."""
+        now = self._tensors_now()
+        same = len(now) == len(self._tensors) and all(map(is_, now, self._tensors))
+        return same and self._addresses_now() == self._addresses
 
-    def change(self, model: nn.Module, adapters: bool = True, written: bool = False) -> str | None:
-        """What is another now, for a message; None if nothing is.
+    def _tensors_now(self) -> list[torch.Tensor]:
+        found = chain.from_iterable(place.values() for place in self._places)
+        return [each for each in found if each is not None]
 
-        adapters: whether it matters which adapters are active.
-        written: whether it matters what has been written to parameters (see ``weights_digest`` for what goes unnoticed)
-            rather than where parameters and buffers are.
-        """
-        if model is not self._model():
-            return "the model"
-        with steps_lock(base_model(model).config):
-            return self._change(model, adapters, written)
-
-    def _change(self, model: nn.Module, adapters: bool, written: bool) -> str | None:
-        if _settings(self._device) != self._settings:
-            return "a setting of PyTorch (autocast, hooks on all modules, the default dtype, the matmul precision)"
-        if written or self._glance is None or not self._glance.untouched():
-            for entry in self._modules:
-                if entry.is_another(adapters, written):
-                    return f"`{entry.name}`" if entry.name else "the model"
-            if self._glance is not None:
-                self._glance = Glance(model.modules())
-        for config, fields in self._configs:
-            if not _same(_fields_of(config), fields):
-                return "the model's config"
-        return self._code.change()
-
-    def pass_over_changes_since(self, before: OwnersState) -> None:
-        """Attributes that passes have written since then are no changes of the owner's: counters, records."""
-        if len(before._modules) == len(self._modules):
-            for entry, other in zip(self._modules, before._modules, strict=True):
-                entry.written = {
-                    key
-                    for key, value in entry.own.items()
-                    if key in other.own and not _equal(value, other.own[key]) and not isinstance(value, nn.Module)
-                }
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Parameters, buffers and other tensors of the modules, each once."""
-        seen: set[int] = set()
-        for entry in self._modules:
-            for tensor in entry.tensors():
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield tensor
+    def _addresses_now(self) -> list[int]:
+        return [*map(torch.Tensor.data_ptr, self._plain), *(local(each).data_ptr() for each in self._sharded)]
 
 
-class _ModuleState:
-    """A module, what it holds and what it is made of."""
-
-    __slots__ = (
-        "buffers",
-        "children",
-        "hooks",
-        "kind",
-        "module",
-        "name",
-        "notes",
-        "own",
-        "parameters",
-        "plain",
-        "written",
-    )
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        held = module.__dict__
-        self.name = name
-        self.module = weakref.ref(module)
-        self.kind = type(module)
-        self.own = {key: _frozen(value) for key, value in held.items() if key not in _NOT_OWN}
-        self.written: set[str] = set()  # attributes that are not compared
-        self.notes = _notes_in(held)
-        self.plain = [key for key, value in self.own.items() if isinstance(value, torch.Tensor)]
-        self.hooks = _hooks_in(held)
-        self.children = [(key, None if each is None else weakref.ref(each)) for key, each in held["_modules"].items()]
-        self.parameters = [_place(key, each) for key, each in held["_parameters"].items()]
-        self.buffers = [_place(key, each) for key, each in held["_buffers"].items()]
-
-    def is_another(self, adapters: bool, written: bool) -> bool:
-        module = self.module()
-        if module is None or type(module) is not self.kind:
-            return True
-        held = module.__dict__
-        now = {key: value for key, value in held.items() if key not in _NOT_OWN}
-        now.update((key, self.own[key]) for key in self.written)
-        if not _same(now, self.own):
-            return True
-        if _hooks_in(held) != self.hooks or (adapters and _notes_in(held) != self.notes):
-            return True
-        children = held["_modules"]
-        if len(children) != len(self.children):
-            return True
-        for (key, child), (before, ref) in zip(children.items(), self.children, strict=True):
-            if key != before or child is not (None if ref is None else ref()):
-                return True
-        parameters = [_place(key, each) for key, each in held["_parameters"].items()]
-        if written:  # forward passes write to buffers, often what was there before: the digest tells
-            return parameters != self.parameters
-        if [place[:2] for place in parameters] != [place[:2] for place in self.parameters]:
-            return True
-        buffers = [_place(key, each) for key, each in held["_buffers"].items()]
-        return [place[:2] for place in buffers] != [place[:2] for place in self.buffers]
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        module = self.module()
-        if module is None:
-            return
-        held = module.__dict__
-        for each in (*held["_parameters"].values(), *held["_buffers"].values(), *map(held.get, self.plain)):
-            if isinstance(each, torch.Tensor):
-                yield each
-
-
-class _Code:
-    """The code that modules of some classes run: their ``forward``, and what stands beside it in its file."""
-
-    def __init__(self, kinds: Iterable[type]) -> None:
-        self._forwards = [(kind, *_forward_of(kind)) for kind in kinds]
-        homes = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
-        bases = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith("torch.")}
-        spaces: list[tuple[str, Mapping[str, Any]]] = [
-            (home, vars(sys.modules[home])) for home in homes if home in sys.modules
-        ]
-        self._beside: list[tuple[str, Mapping[str, Any], dict[str, object]]] = [
-            (home, space, {name: value for name, value in space.items() if isinstance(value, (FunctionType, type))})
-            for home, space in spaces
-            if home != NOTEBOOK
-        ]
-        for home, space in spaces:
-            if home == NOTEBOOK:  # each cell may define a function anew that the model has no part in
-                names = names_read_by(bases)
-                beside = {name: each for name, each in space.items() if isinstance(each, (FunctionType, type))}
-                self._beside.append((home, space, {name: each for name, each in beside.items() if name in names}))
-        functions: list[tuple[str, Mapping[str, Any]]] = [
-            (f"{base.__module__}.{base.__qualname__}", vars(base)) for base in bases if base is not object
-        ]
-        functions += [("torch", vars(torch)), ("torch.nn.functional", vars(nn.functional))]
-        self._beside += [
-            (home, space, {name: value for name, value in space.items() if isinstance(value, _FUNCTIONS)})
-            for home, space in functions
-        ]
-
-    def change(self) -> str | None:
-        for kind, *before in self._forwards:
-            if [*_forward_of(kind)] != before:
-                return f"the code of {kind.__name__}"
-        for home, space, beside in self._beside:
-            if not all(map(is_, map(space.get, beside), beside.values())):
-                return f"`{next(name for name, value in beside.items() if space.get(name) is not value)}` of {home}"
-        return None
-
-
-def _forward_of(kind: type) -> tuple[Any, Any, Any]:
-    forward = getattr(kind, "forward", None)
-    return forward, getattr(forward, "__code__", None), kind.__call__
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own: one that is made of others has none."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
@@ -349,65 +186,3 @@ def _hooks_in(held: dict[str, Any]) -> tuple[Any, ...]:
 def _named(hooks: dict[int, Any]) -> tuple[tuple[int, int], ...]:
     """Each hook by its number, which no other one gets, and by itself. Without the idle ones."""
     return tuple((key, id(hook)) for key, hook in hooks.items() if not is_idle(hook))
-
-
-def _notes_in(held: dict[str, Any]) -> list[Any] | None:
-    notes = [held.get(note) for note in _NOTES]
-    return None if notes == _NO_NOTES else [_frozen(note) for note in notes]
-
-
-_NO_NOTES = [None] * len(_NOTES)
-
-
-def _place(name: str, tensor: torch.Tensor | None) -> tuple[str, object, int | None]:
-    """A tensor's name, how it lies in memory, and its version. One made in inference mode has no version."""
-    if tensor is None:
-        return name, None, None
-    try:
-        lies: object = local(tensor).data_ptr(), tensor.shape, tensor.stride()
-    except RuntimeError:  # a tensor made of others has no memory of its own
-        lies = id(tensor)
-    return name, lies, None if tensor.is_inference() else tensor._version
-
-
-def _frozen(value: Any) -> Any:
-    """A copy of dictionaries, lists and sets, which do not change any more; anything else as it is."""
-    if type(value) not in _CONTAINERS:
-        return value
-    if isinstance(value, dict):
-        return {key: _frozen(each) for key, each in value.items()}
-    return set(value) if isinstance(value, set) else [_frozen(each) for each in value]
-
-
-def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Whether two dictionaries hold the same objects, or equal ones."""
-    try:
-        if now == then:
-            return True
-    except Exception:  # what cannot be compared, such as tensors, is another
-        pass
-    return all(
-        key in now and key in then and _equal(now[key], then[key])
-        for key in now.keys() | then.keys()
-        if not key.endswith(_NOTED_BY_ROPE)
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return one is other or bool(one == other)
-    except Exception:
-        return False
-
-
-def _collect(config: PreTrainedConfig, found: dict[int, PreTrainedConfig]) -> None:
-    if id(config) not in found:
-        found[id(config)] = config
-        for value in vars(config).values():
-            if isinstance(value, PreTrainedConfig):
-                _collect(value, found)
-
-
-def _fields_of(config: PreTrainedConfig, frozen: bool = False) -> dict[str, Any]:
-    fields = vars(config).items()
-    return {key: _frozen(value) if frozen else value for key, value in fields if not key.startswith(_ATTENTION)}

@@ -16,11 +16,9 @@ from ...config import BatchConfig
 from ...errors import RanksError
 from ...kernels.work_lists import NoRoom
 from ...model.batch import ModelBatch
-from ...model.code_reach import PlainReads
 from ...model.draft_rows import DraftRows
 from ...model.kv_storage import KVStorage
-from ...model.owners_code import is_theirs
-from ...model.owners_state import OwnersState, not_in_graphs
+from ...model.owners_state import HeldMemory, not_in_graphs
 from ...model.runner import ModelRunner
 from ...model.triton_attention import StepWork, TritonBackend, WorkSeen
 from ...notices import Notices
@@ -79,17 +77,12 @@ class DecodeGraphs:
         self._pool: Any = None
         # A model that could not be captured in an earlier call cannot be captured in this one.
         self._given_up = not capture or notices.was_given(_CAPTURE)
-        self._state: OwnersState | None = None  # the model's state as it was captured
+        self._memory: HeldMemory | None = None  # of the model that was captured
         self._adapter: str | None = None
-        self._checks_later = False
-        self._held: list[torch.Tensor] = []  # what the model consisted of then
         # Whether a run has compiled the kernels of all sizes that are prepared, with drafts and without.
         self._warm = {False: False, True: False}
         self._draft_sizes: Sequence[int] = ()  # that steps with drafts will need
         self.model_may_have_changed = True  # the caller had control since the last step
-        self._reads: PlainReads | None = None  # what code of the owner's reads beside the model's state
-        self._read_before: tuple[object, ...] = ()  # when the caller was given control
-        self._reads_others = False  # whether the caller has changed any of it since the graphs were captured
         self.why_not_prepared = ""  # why graphs are only captured when a step needs them
         self._preparing = False
         self.seconds = 0.0  # that captures took
@@ -113,10 +106,7 @@ class DecodeGraphs:
         rows = attention.rows if with_drafts is None else with_drafts.total
         size = self._size_for(rows, steps_to_come) if with_drafts is None else self._size_of(with_drafts)
         kind = _Kind(size, drafts)
-        held = self._graphs.get(kind)
-        checks_later = self._checks_later and held is not None and held.captured
-        if not checks_later:
-            self._drop_outdated()
+        self._drop_outdated()
         graph = self._graphs.get(kind) or self._make(kind)
 
         @cache
@@ -143,8 +133,6 @@ class DecodeGraphs:
         for _ in range(times):
             graph.run()
         self._ranks.launched()
-        if checks_later and self._drop_outdated():
-            return self.run(batch, steps_to_come)  # what has run was a model that is no more
         self.steps += times if graph.captured else 0
         return graph.settle(rows, keep=not drafts)
 
@@ -179,51 +167,21 @@ class DecodeGraphs:
     def _picked_on_device(self) -> bool:
         return self._pick is not None
 
-    def owner_gets_control(self) -> None:
-        """Note what the model's own code reads. What it changes by itself, such as a counter, is no change of then."""
-        if not any(graph.captured for graph in self._graphs.values()):
-            return
-        if self._reads is None:
-            self._reads = PlainReads(self._runner.model, is_theirs)
-        self._read_before = self._reads.now()
-
-    def owner_had_control(self) -> None:
-        self.model_may_have_changed = True
-        if self._reads and self._reads.now() != self._read_before:
-            self._reads_others = True
-
-    def check_later(self) -> None:
-        """From now on, whether the model has changed is looked at while the device runs it, and not before.
-
-        For a model whose owner's code runs between all steps. Its tensors are held until then, as the run may read
-        them. A step that runs a second time writes the same again, unless layers carry states.
-        """
-        self._checks_later = not self._runner.architecture.states
-
-    def _drop_outdated(self) -> bool:
-        """Drop graphs of a model that has changed: between two results its owner may do anything to it.
-
-        Gives whether any was dropped.
-        """
+    def _drop_outdated(self) -> None:
+        """Drop graphs of other weights than the model has by now, or of another adapter."""
         captured = [graph for graph in self._graphs.values() if graph.captured]
         if not self.model_may_have_changed or (self._given_up and not captured):
-            return False
+            return
+        self.model_may_have_changed = False
         adapters = self._runner.adapters
         adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
-        model = self._runner.model
-        self.model_may_have_changed = False
-        same = adapter == self._adapter and not self._reads_others
-        if same and self._state is not None and self._state.change(model) is None:
-            return False
-        self._reads, self._reads_others = None, False
+        if adapter == self._adapter and self._memory is not None and self._memory.is_in_use():
+            return
         for graph in captured:
             self._forget(graph)
-        self._state = OwnersState(model, self._seats.last.device, at_a_glance=self._checks_later)
-        self._adapter = adapter
-        self._held = list(self._state.tensors()) if self._checks_later else []
-        if (reason := not_in_graphs(model)) is not None:
+        self._memory, self._adapter = HeldMemory(self._runner.model), adapter
+        if (reason := not_in_graphs(self._runner.model)) is not None:
             self._give_up(reason)
-        return bool(captured)
 
     @property
     def storage(self) -> KVStorage:
@@ -380,6 +338,8 @@ class DecodeGraphs:
                 graph.drop_capture()
             self._graphs.clear()
             self._sizes.clear()
+            self._memory = None
+            self.model_may_have_changed = True
         if stream is not None and captured:
             torch.cuda.empty_cache()  # until then, nothing else can use the memory of the graphs' pool
 

@@ -40,8 +40,6 @@ class StepsAsGraphs:
         self.graphs = graphs
         self.device = device
         self._owners_code = owners_code
-        if owners_code and graphs is not None:
-            graphs.check_later()
         # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
         # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -79,8 +77,6 @@ class StepsAsGraphs:
     @contextmanager
     def owners_turn(self) -> Iterator[None]:
         """While processors or criteria are called, which may run the model."""
-        if self._owners_code:
-            self.owner_gets_control()
         try:
             with self.runner.adapted():
                 yield
@@ -88,13 +84,10 @@ class StepsAsGraphs:
             if self._owners_code:
                 self.owner_had_control()
 
-    def owner_gets_control(self) -> None:
-        if self.graphs is not None:
-            self.graphs.owner_gets_control()
-
     def owner_had_control(self) -> None:
+        """Code of the user's has run: it may have put other memory below the model's weights."""
         if self.graphs is not None:
-            self.graphs.owner_had_control()
+            self.graphs.model_may_have_changed = True
 
     def put_back(self, step: Step) -> None:
         with torch.cuda.stream(self._stream), self.runner.surroundings():  # which are those of the stream
