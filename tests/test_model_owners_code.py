@@ -316,25 +316,25 @@ def helper():
 
 class InANotebook(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs) if helper() else None
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.roll(helper(), -1)
+        return output
 """
-ANOTHER = "def another(): pass"
-UNREAD = "def unread(): return 2"
 
 
 def test_functions_of_a_notebook_matter_where_the_model_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    exec(CELL + UNREAD, vars(notebook))
+    exec(CELL, vars(notebook))
     model: Any = FAMILIES["llama"]()
     model.__class__ = vars(notebook)["InANotebook"]
     generator = BatchGenerator(model)
-    run = partial(generator.generate, PROMPTS, **GREEDY)
-    expected, looks = run().token_ids, list[int]()
-    inspect = architecture.inspect_model
-    monkeypatch.setattr(architecture, "inspect_model", lambda model: looks.append(1) or inspect(model))
-    for cell in (ANOTHER, ANOTHER, UNREAD):
-        exec(cell, vars(notebook))
-        assert run().token_ids == expected and not looks
+    before, looks = tokens(generator), list[int]()
+    with monkeypatch.context() as patch:
+        inspect = architecture.inspect_model
+        patch.setattr(architecture, "inspect_model", lambda model: looks.append(1) or inspect(model))
+        for number in range(2):
+            exec(f"def another(): return {number}", vars(notebook))
+            assert tokens(generator) == before and not looks
     exec("def of_helper(): return 3", vars(notebook))
-    assert run().token_ids == expected and looks
+    assert before != tokens(generator) == tokens_alone(model)

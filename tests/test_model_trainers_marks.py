@@ -20,7 +20,7 @@ PROMPTS = [[5, 6, 7, 8], [5, 6, 9]]
 
 def own_code_of(model: Any) -> Any:
     architecture = BatchGenerator(model).architecture
-    return architecture.own_code._finder.find(model, every_module(model))
+    return architecture.own_code.found_in(model, every_module(model))
 
 
 def as_trl_does(model: Any, called: Any = None) -> None:

@@ -162,8 +162,8 @@ class KVMemory:
     def _drop_what_another_model_computed(self) -> None:
         now, holds = None, False
         inner = base_model(self._model)
-        modules = every_module(inner)
-        self._may_change = self.architecture.own_code.finds_any(inner, modules) or has_owners_hooks(self._model)
+        own = self.architecture.own_code.found_in(inner, every_module(inner))
+        self._may_change = bool(own) or has_owners_hooks(self._model)
         try:
             now = None if self._may_change else ComputedWith(self._model, self.architecture)
             holds = now is not None and self._computed_with is not None and self._computed_with.holds_for(now)

@@ -115,7 +115,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     config = inner.config.get_text_config(decoder=True)
     max_positions, of_rope = _learned_positions(inner), rope_limit(inner, _rope_limit(config))
     longest = _longest_position(config, max_positions, of_rope)
-    own_code = TokenByToken(name, made, longest, selects_rows, is_theirs)
+    own_code = TokenByToken(name, made, longest, selects_rows)
     own_code.refuse_mixed_tokens(inner, modules)
     shapes = tuple(_shape_of(call, calls) for call in calls)
     values = sum(shape.kv_values for shape in shapes if shape.source is None)

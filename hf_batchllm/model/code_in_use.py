@@ -20,7 +20,6 @@ from transformers.integrations import sdpa_attention
 
 from ..errors import UnsupportedModelError
 from ..patches.attention_swap import steps_lock
-from .code_reach import names_read_by
 
 _PLAIN = (int, float, bool, str, type(None))
 # Set by the owner's modes, by this library, or for training; they do not say which tokens a layer sees.
@@ -29,7 +28,6 @@ _SKIPPED = frozenset(["training", "gradient_checkpointing", "loss_type", "_attn_
 _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
 # What a rotary embedding notes of its config, and does not change while it runs.
 _OF_ROPE = ("rope_type", "original_max_seq_len")
-NOTEBOOK = "__main__"  # or a script's own module
 _TORCHS_OWN = len(nn.Module().__dict__)
 _METHODS = (property, classmethod, staticmethod)
 _WITHOUT_DATA = torch.device("meta")
@@ -56,7 +54,6 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     classes: dict[type, bool] = {}  # whether its instances are looked at: those with children, as all that attend are
     kinds = _Kinds()
     plain: list[object] = []
-    forwards: list[Any] = []  # set on modules
     configs: dict[int, PreTrainedConfig] = {id(model.config): model.config}
     numbers = {id(model.config): 0}  # of the configs, in the order in which they are found
     waiting: list[nn.Module | None] = [model]
@@ -84,7 +81,6 @@ def _look(model: PreTrainedModel) -> CodeInUse:
             plain += kinds.plain_items(held)
             if "forward" in held:
                 plain.append(token_of(held["forward"]))
-                forwards.append(held["forward"])
             if isinstance(config := held.get("config"), PreTrainedConfig):
                 number = numbers.get(id(config))
                 if number is None:
@@ -96,7 +92,7 @@ def _look(model: PreTrainedModel) -> CodeInUse:
         waiting.extend(held["_modules"].values())
     look.configs = list(configs.values())
     look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
-    code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes, forwards)
+    code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes)
     look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(token_of, code))
     functions: list[tuple[str, Any]] = [
         *AttentionInterface._global_mapping.items(),
@@ -188,20 +184,17 @@ def _is_model_code(home: str) -> bool:
     return home.startswith("transformers.models.") or top not in (*_WITHOUT_ATTENTION, "transformers", "builtins")
 
 
-def _replaceable(classes: list[type], homes: list[ModuleType], forwards: list[Any]) -> Iterator[Any]:
-    """The methods and properties of the classes, and the functions of their Python modules.
+def _replaceable(classes: list[type], homes: list[ModuleType]) -> Iterator[Any]:
+    """The methods and properties of the classes, and the functions of transformers' Python modules.
 
-    Functions alone, as a notebook's own module holds all sorts of things that change with every cell. There, only
-    functions with a name that the code of the model reads.
+    Functions of other modules are called by custom code alone, which tells by its numbers that they are others.
     """
     bases = {base: None for cls in classes for base in cls.__mro__ if _is_model_code(base.__module__)}
     for base in bases:
         yield from (value for value in vars(base).values() if callable(value) or isinstance(value, _METHODS))
     for home in (*homes, masking_utils, sdpa_attention):
-        functions = {name: value for name, value in vars(home).items() if isinstance(value, FunctionType)}
-        if home.__name__ == NOTEBOOK:
-            functions = {name: functions[name] for name in sorted(functions.keys() & names_read_by(bases, forwards))}
-        yield from functions.values()
+        if home.__name__.startswith("transformers."):
+            yield from (value for value in vars(home).values() if isinstance(value, FunctionType))
 
 
 def token_of(value: Any) -> object:

@@ -1,15 +1,14 @@
-"""Which code in a model is its owner's: modules, functions held by modules, and functions put in place of torch's.
+"""Which code in a model is custom: modules, functions held by modules, and functions put in place of torch's.
 
-Code of transformers, or of torch, counts as the owner's where the model's class does not put it there: a module that
-mixes tokens (a recurrent layer, a softmax over the row) is harmless in its own model alone.
+Code of transformers, or of torch, counts as custom where the model's class does not put it there: a module that mixes
+tokens (a recurrent layer, a softmax over the row) is harmless in its own model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -19,8 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..patches.uncompiled import every_module, own_forward
-from .code_reach import is_of_a_known_library
+from .code_in_use import token_of
+from .owners_code import is_theirs
 
+# Modules of these libraries treat tokens alike; where one does not, ``batch_dependent`` says so.
+_KNOWN_LIBRARIES = frozenset(
+    ["transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
+)
 # Wrappers and quantised layers, which stand in place of what the class makes.
 _WRAPPERS: tuple[str, ...] = ("peft.", "accelerate.", "bitsandbytes.", "compressed_tensors.", "torchao.")
 _WRAPPERS += ("transformers.integrations.", "transformers.quantizers.", "torch._dynamo.")
@@ -32,58 +36,60 @@ _EACH_TOKEN = frozenset(
     ]
 )
 _COMPILED = "_orig_mod"  # what ``torch.compile(module)`` wrapped, by its name in the wrapper
-_TORCHS_OWN = len(nn.Module().__dict__)
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
 _SKIPPED = frozenset(["forward", "_old_forward", "_compiled_call_impl", "generate"])  # looked at elsewhere
-_DATA: frozenset[type] = frozenset(
-    [int, float, bool, str, type(None), dict, list, tuple, set, torch.Size, torch.dtype, torch.Tensor]
-)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_DATA = frozenset([int, float, bool, str, type(None), dict, list, tuple, set, torch.Size, torch.dtype, torch.Tensor])
 _OF_TABLES = ("pos", "cos", "sin", "freq", "rope", "rotary")  # in names of tensors with a row for each position
 _FEWEST_POSITIONS = 32  # smaller tables are of something else
 
 
 @dataclass(frozen=True)
 class AsMade:
-    """What the class of a model makes of its config, told by a copy: kinds of modules, and functions in them."""
+    """What the class of a model makes of its config, told by a copy."""
 
-    kinds: tuple[type, ...]  # in the order of ``every_module``
+    kinds: frozenset[type]  # of modules
     at: dict[str, type]  # by the module's path
-    functions: frozenset[int]  # ids of those that modules hold
-    _held: tuple[Any, ...]  # the functions themselves, so that no other one gets their ids
+    functions: tuple[Any, ...]  # that modules hold
 
 
 def as_made(copy: nn.Module) -> AsMade:
     modules = every_module(copy)
-    held = tuple(_plain(value) for _, value in _callables(modules, set(_DATA)))
-    return AsMade(tuple(map(type, modules)), dict(_places(copy)), frozenset(map(id, held)), held)
+    functions = tuple(_plain(value) for _, value in _callables(modules))
+    return AsMade(frozenset(map(type, modules)), dict(_places(copy)), functions)
 
 
-@dataclass
+@dataclass(frozen=True)
 class OwnCode:
     """One look at a model."""
 
-    # Each module with such code, and what would show other code in its place.
-    modules: list[tuple[nn.Module, object]] = field(default_factory=list)
-    functions: list[Any] = field(default_factory=list)  # all that can be read: ``forward``, activation functions
-    of_torch: list[str] = field(default_factory=list)  # names of torch's functions that were replaced
+    found: list[tuple[nn.Module, Any]]  # each module with such code, and the code: a ``forward``, a class, a function
+    of_torch: dict[str, Any]  # functions that stand in place of torch's, by name
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.of_torch)
+        return bool(self.found or self.of_torch)
 
-    def shows(self) -> tuple[object, ...]:
+    def shows(self) -> list[object]:
         """Equal for the same code alone."""
-        codes = (getattr(each, "__code__", None) for each in self.functions)
-        return (*((id(module), code) for module, code in self.modules), *map(id, self.functions), *codes)
+        of_modules = [(id(module), token_of(code)) for module, code in self.found]
+        return [*of_modules, *map(token_of, self.of_torch.values())]
+
+
+def find_own_code(model: nn.Module, modules: Sequence[nn.Module], made: AsMade | None) -> OwnCode:
+    """modules: all of the model's, in the order of ``every_module``. made: None where no copy could be made."""
+    found = [*_own_forwards(modules), *_own_functions(modules, made)]
+    if made is not None:
+        found += [(modules[place], type(modules[place])) for place in _strange_places(model, made)]
+    return OwnCode(found, dict(_replaced_functions()))
 
 
 def shortest_table(model: PreTrainedModel, own: OwnCode) -> int | None:
-    """Of tables that the owner's modules hold and may look positions up in; None if there are none.
+    """Of tables that custom modules hold and may look positions up in; None if there are none.
 
     A GPU ends the process where a position lies beyond.
     """
     words = model.get_input_embeddings()
     rows: list[int] = []
-    for module, _ in own.modules:
+    for module, _ in own.found:
         children = (each for each in module._modules.values() if isinstance(each, nn.Embedding))
         rows += [each.num_embeddings for each in children if each is not words]
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -92,112 +98,74 @@ def shortest_table(model: PreTrainedModel, own: OwnCode) -> int | None:
     return min((each for each in rows if each >= _FEWEST_POSITIONS), default=None)
 
 
-class OwnCodeFinder:
-    """Looks at one model again and again; most of it at the speed of a walk over the modules."""
-
-    def __init__(self, made: AsMade | None, is_theirs: Callable[[Any], bool]) -> None:
-        self._made = made
-        self._is_theirs = is_theirs
-        self._kinds: tuple[type, ...] = () if made is None else made.kinds  # of the last look
-        self._strange: list[int] = []  # places of modules that the class does not make
-        self._not_callable = set[type](_DATA)
-
-    def find(self, model: nn.Module, modules: Sequence[nn.Module]) -> OwnCode:
-        """modules: all of the model's, in the order of ``every_module``."""
-        found = OwnCode()
-        for module, code in self._with_own_forward(modules):
-            found.modules.append((module, id(code)))
-            found.functions.append(code)
-        for module in self._not_made_by_the_class(model, modules):
-            found.modules.append((module, type(module)))
-        for module, function in self._with_own_functions(modules):
-            found.modules.append((module, id(function)))
-            found.functions.append(function)
-        for name, function in _replaced_functions():
-            if not self._is_theirs(function):
-                found.of_torch.append(name)
-                found.functions.append(function)
-        return found
-
-    def _with_own_forward(self, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-        classes: dict[type, Any] = {}  # the `forward` of a class, where it is not theirs; else None
-        for module in modules:
-            cls = type(module)
-            if cls not in classes:
-                forward = getattr(cls, "forward", None)
-                # Their modules treat tokens alike; where one does not, ``batch_dependent`` says so.
-                known = is_of_a_known_library(cls.__module__) and self._is_theirs(forward)
-                classes[cls] = None if known else forward or cls
-            code = classes[cls]
-            if "forward" in module.__dict__ and (set_on_it := own_forward(module)) is not None:
-                code = code if self._is_theirs(set_on_it) else set_on_it
-            if code is not None:
-                yield module, code
-
-    def _not_made_by_the_class(self, model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-        if self._made is None:
-            return
-        kinds = tuple(map(type, modules))
-        if kinds != self._kinds:
-            self._strange = list(self._strange_places(model))
-            self._kinds = kinds
-        for place in self._strange:
-            yield modules[place]
-
-    def _strange_places(self, model: nn.Module) -> Iterator[int]:
-        """Of the outermost modules: what is inside of them is theirs."""
-        assert self._made is not None
-        strange: set[str] = set()
-        for place, (path, kind) in enumerate(_places(model)):
-            if path.rpartition(".")[0] in strange:
-                strange.add(path)
-            elif self._made.at.get(path) is not kind and not self._is_harmless(kind):
-                strange.add(path)
-                yield place
-
-    def _is_harmless(self, kind: type) -> bool:
-        """Wherever it stands. Below a wrapper, modules of the class's own are at another path."""
-        if kind in _EACH_TOKEN or kind.__module__.startswith(_WRAPPERS):
-            return True
-        return self._made is not None and kind in self._made.kinds and not kind.__module__.startswith("torch.")
-
-    def _with_own_functions(self, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-        for module, value in _callables(modules, self._not_callable):
-            function = _plain(value)
-            if self._made is not None and id(function) in self._made.functions:
-                continue
-            if isinstance(function, BuiltinFunctionType) and self._made is None:
-                continue
-            if function is checkpoint:  # left by gradient checkpointing: it runs the layer that it is given
-                continue
-            # Torch's functions include a softmax over the row.
-            if not self._is_theirs(function) or _home(function).startswith("torch"):
-                yield module, value
+def _own_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    classes: dict[type, Any] = {}  # the `forward` of a class, where it is not theirs; else None
+    for module in modules:
+        cls = type(module)
+        if cls not in classes:
+            forward = getattr(cls, "forward", None)
+            known = cls.__module__.partition(".")[0] in _KNOWN_LIBRARIES and is_theirs(forward)
+            classes[cls] = None if known else forward or cls
+        code = classes[cls]
+        if "forward" in module.__dict__ and (set_on_it := own_forward(module)) is not None:
+            code = code if is_theirs(set_on_it) else set_on_it
+        if code is not None:
+            yield module, code
 
 
-def _callables(modules: Sequence[nn.Module], not_callable: set[type]) -> Iterator[tuple[nn.Module, Any]]:
-    """Functions, and objects that can be called, which modules hold beside their parts.
+def _strange_places(model: nn.Module, made: AsMade) -> Iterator[int]:
+    """Of the outermost modules that the class does not make: what is inside of them is theirs."""
+    strange: set[str] = set()
+    for place, (path, kind) in enumerate(_places(model)):
+        if path.rpartition(".")[0] in strange:
+            strange.add(path)
+        elif made.at.get(path) is not kind and not _is_harmless(kind, made):
+            strange.add(path)
+            yield place
 
-    not_callable: kinds of values to pass over; more are added.
-    """
+
+def _is_harmless(kind: type, made: AsMade) -> bool:
+    """Wherever it stands. Below a wrapper, modules of the class's own are at another path."""
+    if kind in _EACH_TOKEN or kind.__module__.startswith(_WRAPPERS):
+        return True
+    return kind in made.kinds and not kind.__module__.startswith("torch.")
+
+
+def _own_functions(modules: Sequence[nn.Module], made: AsMade | None) -> Iterator[tuple[nn.Module, Any]]:
+    known = frozenset(map(id, () if made is None else made.functions))
+    for module, value in _callables(modules):
+        function = _plain(value)
+        if id(function) in known or (made is None and isinstance(function, BuiltinFunctionType)):
+            continue
+        if function is checkpoint:  # left by gradient checkpointing: it runs the layer that it is given
+            continue
+        # Torch's functions include a softmax over the row.
+        if not is_theirs(function) or _home(function).startswith("torch"):
+            yield module, value
+
+
+def _callables(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    """Functions, and objects that can be called, which modules hold beside their parts."""
     for module in modules:
         held = module.__dict__
-        if len(held) <= _TORCHS_OWN:
+        if len(held) <= len(_TORCHS_OWN):
             continue
-        # Torch's own entries come first, unless a class sets something before it calls ``super().__init__``.
-        for value in islice(held.values(), _TORCHS_OWN if next(iter(held)) == "training" else 0, None):
-            if type(value) in not_callable:
+        for key, value in held.items():
+            if type(value) in _DATA or key in _TORCHS_OWN or not callable(value) or isinstance(value, type | nn.Module):
                 continue
-            if not callable(value):
-                not_callable.add(type(value))
-            elif not isinstance(value, type | nn.Module) and not _is_looked_at_elsewhere(module, value):
+            a_method = isinstance(value, MethodType) and value.__self__ is module
+            if not a_method and not any(held.get(name) is value for name in _SKIPPED):
                 yield module, value
 
 
-def _is_looked_at_elsewhere(module: nn.Module, value: Any) -> bool:
-    if isinstance(value, MethodType) and value.__self__ is module:
-        return True  # a method of its class
-    return any(module.__dict__.get(key) is value for key in _SKIPPED)
+def _replaced_functions() -> Iterator[tuple[str, Any]]:
+    """Functions that stand in place of torch's."""
+    for home in (torch, nn.functional):
+        for name, each in vars(home).items():
+            if not isinstance(each, FunctionType) or name.startswith("_"):
+                continue
+            if not str(each.__globals__.get("__name__")).startswith("torch") and not is_theirs(each):
+                yield f"{home.__name__}.{name}", each
 
 
 def _plain(function: Any) -> Any:
@@ -222,28 +190,3 @@ def _places(model: nn.Module) -> Iterator[tuple[str, type]]:
             yield path, type(module)
             children = module._modules.items()
             waiting.extend((path if key == _COMPILED else f"{path}.{key}", child) for key, child in children)
-
-
-def _is_torchs(function: Any) -> bool:
-    if isinstance(function, FunctionType):
-        return str(function.__globals__.get("__name__", "")).startswith("torch")
-    return True  # functions in C
-
-
-_SPACES = (("torch.nn.functional", vars(nn.functional), _FUNCTIONS), ("torch", vars(torch), (BuiltinFunctionType,)))
-# Of each space, what its functions are called, and those that are torch's own; None where another was there before.
-_TORCHS: list[tuple[str, dict[str, Any], list[str], list[Any]]] = []
-for _path, _space, _sorts in _SPACES:
-    _names = [name for name, value in _space.items() if isinstance(value, _sorts)]
-    _own = [_space[name] if _is_torchs(_space[name]) else None for name in _names]
-    _TORCHS.append((_path, _space, _names, _own))
-
-
-def _replaced_functions() -> Iterator[tuple[str, Any]]:
-    for path, space, names, own in _TORCHS:
-        now = list(map(space.get, names))
-        if now == own:
-            continue
-        for name, function, before in zip(names, now, own, strict=True):
-            if function is not before and callable(function):
-                yield f"{path}.{name}", function

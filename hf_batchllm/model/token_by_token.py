@@ -10,8 +10,7 @@ A trial counts for as long as the code is the same, and gives the same numbers f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from .batch_dependent import depends_on_batch
 from .float64 import in_float64
 from .kv_storage import kv_dtype
 from .matmul_precision import multiplies_exactly
-from .own_code import AsMade, OwnCode, OwnCodeFinder, shortest_table
+from .own_code import AsMade, OwnCode, find_own_code, shortest_table
 from .trial_passes import (
     MadeUp,
     Row,
@@ -65,24 +64,17 @@ class TokenByToken:
     longest: positions that the model knows; all lie below.
     """
 
-    def __init__(
-        self,
-        name: str,
-        made: AsMade | None,
-        longest: int,
-        selects_rows: bool,
-        is_theirs: Callable[[Any], bool],
-    ) -> None:
+    def __init__(self, name: str, made: AsMade | None, longest: int, selects_rows: bool) -> None:
         self._name = name
         self._longest = max(longest, 1)
         self._selects_rows = selects_rows
-        self._finder = OwnCodeFinder(made, is_theirs)
+        self._made = made
         self._good: tuple[object, torch.Tensor] | None = None  # the code of a good trial, and its numbers
         self._notices = Notices()
 
     def refuse_mixed_tokens(self, model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
         """modules: all of the model's."""
-        own = self._finder.find(model, modules)
+        own = self.found_in(model, modules)
         if not own or depends_on_batch(model, modules) is not None:
             return
         code, numbers = own.shows(), self._numbers(model, modules, own)
@@ -109,9 +101,9 @@ class TokenByToken:
             )
         self._good = code, numbers
 
-    def finds_any(self, model: nn.Module, modules: Sequence[nn.Module]) -> bool:
-        """Whether there is code that is not transformers' own."""
-        return bool(self._finder.find(model, modules))
+    def found_in(self, model: nn.Module, modules: Sequence[nn.Module]) -> OwnCode:
+        """The code that is not transformers' own."""
+        return find_own_code(model, modules, self._made)
 
     def _numbers(self, model: PreTrainedModel, modules: Sequence[nn.Module], own: OwnCode) -> torch.Tensor:
         """Numbers of a long row that change with nearly all that custom code reads; not numbers where it fails."""
@@ -330,7 +322,7 @@ def _rounding(model: PreTrainedModel) -> float:
 
 
 def _place_of(model: nn.Module, own: OwnCode) -> str:
-    known = {id(module) for module, _ in own.modules}
+    known = {id(module) for module, _ in own.found}
     # The innermost first: what is around it may be a class of the owner's as well.
     for path, module in reversed(list(model.named_modules())):
         if id(module) in known:
