@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -21,14 +20,13 @@ from transformers.integrations import sdpa_attention
 from ..errors import UnsupportedModelError
 from ..patches.attention_swap import steps_lock
 
-_PLAIN = (int, float, bool, str, type(None))
-# Set by the owner's modes, by this library, or for training; they do not say which tokens a layer sees.
-_SKIPPED = frozenset(["training", "gradient_checkpointing", "loss_type", "_attn_implementation_internal"])
+_PLAIN = frozenset([int, float, bool, str, type(None)])
+# Set by the user's modes, by this library, or for training; they do not say which tokens a layer sees.
+_SKIPPED = frozenset(["gradient_checkpointing", "loss_type", "_attn_implementation_internal", *nn.Module().__dict__])
 # Modules of these libraries neither attend nor make masks; their own modules are not looked at.
 _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
 # What a rotary embedding notes of its config, and does not change while it runs.
 _OF_ROPE = ("rope_type", "original_max_seq_len")
-_TORCHS_OWN = len(nn.Module().__dict__)
 _METHODS = (property, classmethod, staticmethod)
 _WITHOUT_DATA = torch.device("meta")
 
@@ -52,7 +50,6 @@ def code_in_use(model: PreTrainedModel) -> CodeInUse:
 def _look(model: PreTrainedModel) -> CodeInUse:
     look = CodeInUse()
     classes: dict[type, bool] = {}  # whether its instances are looked at: those with children, as all that attend are
-    kinds = _Kinds()
     plain: list[object] = []
     configs: dict[int, PreTrainedConfig] = {id(model.config): model.config}
     numbers = {id(model.config): 0}  # of the configs, in the order in which they are found
@@ -78,7 +75,7 @@ def _look(model: PreTrainedModel) -> CodeInUse:
             looked_at = classes[cls] = home not in _WITHOUT_ATTENTION
         if looked_at:
             plain.append(cls)
-            plain += kinds.plain_items(held)
+            plain += [(key, _read(value)) for key, value in plain_attributes(module).items()]
             if "forward" in held:
                 plain.append(token_of(held["forward"]))
             if isinstance(config := held.get("config"), PreTrainedConfig):
@@ -113,39 +110,23 @@ def _look(model: PreTrainedModel) -> CodeInUse:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module notes of its config, for one."""
-    held, kinds = module.__dict__, _Kinds()
-    return {key: held[key] for key, _ in kinds.plain_items(held)}
+    """What a module notes of its config, for one: what a config may hold, and numbers of other libraries (NumPy's)."""
+    held = module.__dict__.items()
+    return {key: value for key, value in held if key not in _SKIPPED and (type(value) in _PLAIN or _is_number(value))}
 
 
-class _Kinds(dict[type, bool]):
-    """Whether values of a type are plain: what a config may hold, and numbers of other libraries (NumPy's, tensors)."""
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that can be read, such as one in a tensor."""
+    if not (hasattr(type(value), "__index__") or hasattr(type(value), "__float__")):
+        return False
+    return not getattr(value, "shape", ()) and getattr(value, "device", None) != _WITHOUT_DATA
 
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys(_PLAIN, True))
-        self._numbers: set[type] = set()
 
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = result = hasattr(kind, "__index__") or hasattr(kind, "__float__")
-        if result:
-            self._numbers.add(kind)
-        return result
-
-    def plain_items(self, held: dict[str, Any]) -> list[tuple[str, Any]]:
-        """(name, value) of the plain ones among a module's attributes: values that can be compared and hashed."""
-        # Torch's own entries come first, unless a class sets something before it calls ``super().__init__``.
-        own = islice(held.items(), _TORCHS_OWN if next(iter(held)) == "training" else 0, None)
-        items = [item for item in own if self[type(item[1])] and item[0] not in _SKIPPED]
-        return self._read(items) if self._numbers else items
-
-    def _read(self, items: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        read = []
-        for key, value in items:
-            if type(value) not in self._numbers:
-                read.append((key, value))
-            elif not getattr(value, "shape", ()) and getattr(value, "device", None) != _WITHOUT_DATA:
-                read.append((key, (type(value), value.item() if hasattr(value, "item") else repr(value))))
-        return read
+def _read(value: Any) -> object:
+    """Something that can be compared and hashed."""
+    if type(value) in _PLAIN:
+        return value
+    return type(value), value.item() if hasattr(value, "item") else repr(value)
 
 
 # Methods of ``generate`` that this library does not call, so that one of an owner's would be passed over.

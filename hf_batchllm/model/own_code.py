@@ -19,12 +19,8 @@ from transformers import PreTrainedModel
 
 from ..patches.uncompiled import every_module, own_forward
 from .code_in_use import token_of
-from .owners_code import is_theirs
+from .owners_code import KNOWN_LIBRARIES, is_theirs
 
-# Modules of these libraries treat tokens alike; where one does not, ``batch_dependent`` says so.
-_KNOWN_LIBRARIES = frozenset(
-    ["transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
-)
 # Wrappers and quantised layers, which stand in place of what the class makes.
 _WRAPPERS: tuple[str, ...] = ("peft.", "accelerate.", "bitsandbytes.", "compressed_tensors.", "torchao.")
 _WRAPPERS += ("transformers.integrations.", "transformers.quantizers.", "torch._dynamo.")
@@ -104,7 +100,7 @@ def _own_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any
         cls = type(module)
         if cls not in classes:
             forward = getattr(cls, "forward", None)
-            known = cls.__module__.partition(".")[0] in _KNOWN_LIBRARIES and is_theirs(forward)
+            known = cls.__module__.partition(".")[0] in KNOWN_LIBRARIES and is_theirs(forward)
             classes[cls] = None if known else forward or cls
         code = classes[cls]
         if "forward" in module.__dict__ and (set_on_it := own_forward(module)) is not None:

@@ -21,6 +21,11 @@ from .code_in_use import CodeInUse
 from .generation_methods import refuse_methods
 
 _THEIRS = frozenset(["transformers", "torch", "contextlib", "functools", "peft", "accelerate", "hf_batchllm"])
+# Libraries whose modules and hooks change nothing, or treat every token alike; where one does not, ``batch_dependent``
+# says so.
+KNOWN_LIBRARIES = frozenset(
+    ["transformers", "torch", "accelerate", "peft", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
+)
 _PLAIN_ATTENTION = ("sdpa", "eager")  # what a user may go back to
 
 

@@ -13,12 +13,7 @@ from ..notices import Notices
 from ..patches.uncompiled import Uncompiled, every_module
 from .batch_dependent import depends_on_batch
 from .generation_methods import own_methods
-from .owners_code import is_theirs
-
-# Libraries whose hooks change nothing, or treat every token alike.
-_HARMLESS_HOOKS = frozenset(
-    ["transformers", "torch", "accelerate", "peft", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
-)
+from .owners_code import KNOWN_LIBRARIES, is_theirs
 
 
 def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
@@ -93,4 +88,4 @@ def _is_owners(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.partition(".")[0] not in _HARMLESS_HOOKS
+    return home.partition(".")[0] not in KNOWN_LIBRARIES
