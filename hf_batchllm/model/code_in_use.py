@@ -90,7 +90,7 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     look.configs = list(configs.values())
     look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
     code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes)
-    look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(token_of, code))
+    look.architecture = (type(model), *map(state_of, look.configs), *plain, *map(token_of, code))
     functions: list[tuple[str, Any]] = [
         *AttentionInterface._global_mapping.items(),
         *AttentionMaskInterface._global_mapping.items(),
@@ -184,9 +184,9 @@ def token_of(value: Any) -> object:
     return id(value), type(value), getattr(code, "__code__", None)
 
 
-def _state_of(config: PreTrainedConfig) -> object:
+def state_of(config: PreTrainedConfig) -> object:
     return tuple(
-        (key, _state_of(value) if isinstance(value, PreTrainedConfig) else repr(value))
+        (key, state_of(value) if isinstance(value, PreTrainedConfig) else repr(value))
         for key, value in vars(config).items()
         if key not in _SKIPPED
     )

@@ -23,7 +23,7 @@ from ..patches.attention_swap import steps_lock
 from ..patches.sharded_modules import local
 from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import code_home, is_idle
-from .code_in_use import token_of
+from .code_in_use import state_of, token_of
 from .matmul_precision import matmul_settings
 
 # Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
@@ -87,7 +87,9 @@ def stamp_of(model: nn.Module, device: torch.device) -> list[object]:
     """
     with steps_lock(base_model(model).config):
         modules = [_noted_module(name, module) for name, module in model.named_modules()]
-        return [_settings(device), *modules]
+        held = (each for module in every_module(model) for each in module.__dict__.values())
+        configs = {id(each): each for each in held if isinstance(each, PreTrainedConfig)}
+        return [_settings(device), *map(state_of, configs.values()), *modules]
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
