@@ -1,4 +1,4 @@
-"""Code of an owner's is tried once, and again once anything changed that it reads; kept prefixes know of that, too."""
+"""Custom code is tried once, and again once it computes something else; what it reads may change between calls."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_replaced_attention_of_torchs_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 class Reads(Around):
-    """Brings tokens together, or makes their numbers smaller, once something that it reads says so."""
+    """Brings tokens together once something that it reads says so."""
 
     by_class = 0.0
 
-    def __init__(self, inner: nn.Module, mixes: bool, of_closure: list[float]) -> None:
+    def __init__(self, inner: nn.Module, of_closure: list[float]) -> None:
         super().__init__(inner, lambda hidden: hidden * of_closure[0])
-        self.mixes, self.amount = mixes, 0.0
+        self.amount = 0.0
         self.gate = nn.Parameter(torch.zeros(1))
         self.held = SimpleNamespace(listed=[torch.zeros(1)], number=0.0)
 
@@ -61,8 +61,7 @@ class Reads(Around):
         assert self.before is not None
         amount = self.amount + self.gate + self.by_class + self.held.listed[0] + self.held.number + self.by_method()
         amount = amount + self.before(torch.ones(1))
-        other = hidden.roll(1, 1) if self.mixes else -0.8 * hidden
-        return self.inner(hidden + amount * other)
+        return self.inner(hidden + amount * hidden.roll(1, 1))
 
     def by_method(self) -> float:
         return 0.0
@@ -83,7 +82,7 @@ CHANGES: dict[str, Callable[[Reads, list[float], pytest.MonkeyPatch], object]] =
 def test_code_is_tried_again_once_what_it_reads_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = FAMILIES["llama"]()
     closure = [0.0]
-    around_mlp(lambda mlp: Reads(mlp, True, closure))(model)
+    around_mlp(lambda mlp: Reads(mlp, closure))(model)
     generator = BatchGenerator(model)
     assert tokens(generator) == tokens_alone(model)
     CHANGES[name](model.model.layers[1].mlp, closure, monkeypatch)
@@ -91,7 +90,7 @@ def test_code_is_tried_again_once_what_it_reads_has_changed(name: str, monkeypat
         tokens(generator)
 
 
-# -- kept prefixes -------------------------------------------------------------------------------------------------
+# -- whatever was kept ----------------------------------------------------------------------------------------------
 
 
 def assert_followed(model: Any, change: Callable[[], object]) -> None:
@@ -108,16 +107,6 @@ def kept_tokens(generator: BatchGenerator) -> list[list[int]]:
     more = [[*PROMPTS[0][:25], 60 + each] for each in range(3)]
     found = generator.generate([*PROMPTS, *more], max_new_tokens=6, do_sample=False)
     return [each.token_ids for each in found][: len(PROMPTS)]
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_kept_prefixes_are_dropped_where_an_owners_code_computes_something_else(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = FAMILIES["llama"]()
-    closure = [0.0]
-    around_mlp(lambda mlp: Reads(mlp, False, closure))(model)
-    assert_followed(model, lambda: CHANGES[name](model.model.layers[1].mlp, closure, monkeypatch))
 
 
 def by_hook(layer: Any, factor: list[float]) -> None:
@@ -146,7 +135,7 @@ def at_later_positions(layer: Any, factor: list[float]) -> None:
 
 
 @pytest.mark.parametrize("put", [by_hook, by_forward, by_activation, at_later_positions])
-def test_kept_prefixes_know_what_a_closure_reads(put: Callable[[Any, list[float]], None]) -> None:
+def test_the_next_call_knows_what_a_closure_reads(put: Callable[[Any, list[float]], None]) -> None:
     model: Any = FAMILIES["llama"]()
     factor = [1.0]
     put(model.model.layers[0], factor)
@@ -154,7 +143,7 @@ def test_kept_prefixes_know_what_a_closure_reads(put: Callable[[Any, list[float]
 
 
 @pytest.mark.parametrize(("home", "name"), [(nn.functional, "silu"), (nn.functional, "linear"), (torch, "rsqrt")])
-def test_kept_prefixes_know_torchs_functions(home: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_call_knows_torchs_functions(home: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = getattr(home, name)
     assert_followed(
         FAMILIES["llama"](),
