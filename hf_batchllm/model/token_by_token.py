@@ -10,7 +10,8 @@ A trial counts for as long as the code is the same, and gives the same numbers f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -36,8 +37,9 @@ from .trial_passes import (
 )
 
 _TOKENS = 8
-# Places in the row of each pass's tokens; the first half of the tokens is the same in all passes.
-_ORDERS = ((0, 1, 2, 3, 4, 5, 6, 7), (6, 3, 0, 5, 2, 7, 4, 1), (7, 6, 5, 4, 3, 2, 1, 0))
+# The tokens of each pass, in their order in the row. Half of them are the same in all passes, at the same places in the
+# first two.
+_ORDERS = ((0, 4, 1, 5, 2, 6, 3, 7), (0, 4, 1, 5, 2, 6, 3, 7), (6, 3, 5, 2, 7, 1, 4, 0))
 _KEPT = (2, 5)  # rows asked for by `logits_to_keep`
 _LONG = 300  # tokens of a row in which code that acts in long rows alone does so
 _NEAR = 16  # tokens at the first positions; as many lie further off
@@ -48,7 +50,6 @@ _ROUNDING, _ROUNDING_OF_TF32, _ROUNDING_OF_HALF = 1e-4, 1e-2, 0.2
 # kernel computes an expert may depend on how many of the tokens are sent to it; and some kernels add up in any order.
 _ROUNDING_IN_PLACE, _ROUNDING_OF_CHANCE = 2e-3, 0.02
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configs
-_SAME = slice(0, None, 2)  # places in such passes of what stays
 _MIXED = "a token's logits depend on which other tokens stand beside it, or on its place in the row"
 _BY_LENGTH = "a token's logits depend on how many other tokens there are, or on the longest position among them"
 _BY_CACHE = "a token's logits depend on whether there is a cache, or on how much it holds; passes here are given none"
@@ -151,6 +152,16 @@ class _Unclear(Exception):
         self.error = error
 
 
+@contextmanager
+def _unclear_if_it_fails() -> Iterator[None]:
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _Unclear(error) from error
+
+
 class _Trial:
     """Passes of the model, compared. They run ``each_by_itself``."""
 
@@ -180,8 +191,7 @@ class _Trial:
             found.append(logits[[order.index(place) for place in range(len(same))]])
             if (why := self._changes(row, logits)) is not None:
                 return why
-        one, other = (self._run(self._between_others(same))[_SAME] for _ in range(2))
-        if self._far(one, other, self._in_place) or any(self._far(found[0], each) for each in found[1:]):
+        if self._far(found[0], found[1], self._in_place) or self._far(found[0], found[2]):
             return _MIXED
         try:
             alone = [logits_of(self._model, [token], [self._position(place)]) for place, token in enumerate(same)]
@@ -238,33 +248,19 @@ class _Trial:
             tokens = self._made_up.tokens(_TOKENS)
             row = [(token, self._position(past + place)) for place, token in enumerate(tokens)]
             for part in (row, row[:1]) if past else (row,):
-                try:
+                with _unclear_if_it_fails():
                     cached = logits_after(self._model, past, part, self._made_up)
-                except UnsupportedModelError:
-                    raise
-                except Exception as error:
-                    raise _Unclear(error) from error
                 if self._far(self._run(part), cached, self._in_place):
                     return _BY_CACHE
         return None
 
     def _run(self, row: Row) -> torch.Tensor:  # [tokens, vocabulary]
         tokens, positions = zip(*row, strict=True)
-        try:
+        with _unclear_if_it_fails():
             return logits_of(self._model, tokens, positions)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            raise _Unclear(error) from error
 
     def _position(self, place: int) -> int:
         return place % self._longest
-
-    def _between_others(self, same: Sequence[int]) -> Row:
-        """The same tokens, each between two others."""
-        others = self._made_up.tokens(_TOKENS - len(same))
-        tokens = [token for pair in zip(same, others, strict=True) for token in pair]
-        return [(token, self._position(place)) for place, token in enumerate(tokens)]
 
     def _changes(self, row: Row, logits: torch.Tensor) -> str | None:
         """Whether another pass over the same row gives other logits."""
@@ -304,13 +300,8 @@ def _hides_tokens(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
     flat = [each for given in special for each in (given if isinstance(given, list) else [given])]
     known = [each for each in flat if isinstance(each, int) and 0 <= each < config.vocab_size]
     tokens = [*MadeUp(model, seed=2).tokens(_TOKENS), *known]
-    try:
-        with each_by_itself(model, modules, MASK_PROBE_NAME), attention_masks_noted() as masks:
-            logits_of(model, tokens, range(len(tokens)), use_cache=True)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise _Unclear(error) from error
+    with _unclear_if_it_fails(), each_by_itself(model, modules, MASK_PROBE_NAME), attention_masks_noted() as masks:
+        logits_of(model, tokens, range(len(tokens)), use_cache=True)
     return any(mask.given is not None and not bool(mask.given.bool().all()) for mask in masks.values())
 
 
