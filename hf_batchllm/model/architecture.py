@@ -34,10 +34,10 @@ from .architecture_refusals import (
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed
 from .find_ranks import ranks_of
-from .generation_methods import refuse_positions_from_elsewhere
+from .generation_methods import refuse_methods, refuse_positions_from_elsewhere
 from .kv_storage import AttentionShape, kv_dtype
 from .own_code import AsMade, as_made
-from .owners_code import is_theirs, refuse_owners_code
+from .owners_code import refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 from .sharded import refuse_adapters_of_sharded, refuse_sharded
 from .state_layers import StateNotes, attention_expected, layer_kinds, refuse_by_states, refuse_unknown_kinds
@@ -99,6 +99,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_equal_numbers(inner, name)
     look = code_in_use(inner)
     refuse_owners_code(inner, look, name)
+    refuse_methods(inner, name)
     (calls, states, selects_rows), made = _attention_calls(inner, name, look)
     ranks = ranks_of(inner)
     if ranks.size > 1:  # the copy has the heads of all ranks: the model itself shows those that are here
@@ -109,7 +110,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         calls, states = notes.noted, notes.states.noted
     refuse_by_states(inner, layer_kinds(inner), states, name)
     _refuse_by_calls(inner, name, calls, states)
-    refuse_positions_from_elsewhere(inner, name, is_theirs)
+    refuse_positions_from_elsewhere(inner, name)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)

@@ -8,7 +8,7 @@ Some of transformers' models define the two as well: of these, where tokens are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from ..errors import UnsupportedModelError
 from ..patches.attention_interface import CACHE_NAME
 from ..patches.uncompiled import every_module
 from .code_in_use import REPLACEABLE
+from .owners_code import is_theirs
 
 TRIED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _LENGTHS = (1, 3, 130, 5000)  # of prompts; the model's longest comes on top
@@ -31,7 +32,7 @@ _SHORT = 3  # length of the prompt where only places are tried
 _HARMLESS = frozenset(["use_cache", "return_dict", "logits_to_keep", "num_logits_to_keep"])
 
 
-def own_methods(model: PreTrainedModel, is_theirs: Callable[[Any], bool]) -> list[str]:
+def own_methods(model: PreTrainedModel) -> list[str]:
     """The names of those that are neither transformers' nor a known library's.
 
     A ``generate`` set on the model itself is mostly a wrapper that logs, and is passed over; but transformers sets one
@@ -42,8 +43,8 @@ def own_methods(model: PreTrainedModel, is_theirs: Callable[[Any], bool]) -> lis
     return [name for name in own if name != "generate" or not wrapped]
 
 
-def refuse_methods(model: PreTrainedModel, name: str, is_theirs: Callable[[Any], bool]) -> None:
-    own = own_methods(model, is_theirs)
+def refuse_methods(model: PreTrainedModel, name: str) -> None:
+    own = own_methods(model)
     for method in own:
         if method not in TRIED:
             raise UnsupportedModelError(
@@ -58,11 +59,11 @@ def refuse_methods(model: PreTrainedModel, name: str, is_theirs: Callable[[Any],
         )
 
 
-def refuse_positions_from_elsewhere(model: PreTrainedModel, name: str, is_theirs: Callable[[Any], bool]) -> None:
+def refuse_positions_from_elsewhere(model: PreTrainedModel, name: str) -> None:
     """A method of transformers' own may take away the positions that the engine passes (Kosmos-2.5), or pass others."""
     prepare = getattr(type(model), TRIED[0])
     as_usual = prepare is GenerationMixin.prepare_inputs_for_generation
-    if as_usual or any(method in TRIED for method in own_methods(model, is_theirs)):  # those were tried before
+    if as_usual or any(method in TRIED for method in own_methods(model)):  # those were tried before
         return
     try:
         elsewhere = any(_is_elsewhere(model, each) for each in _passes(model, _SHORT, masked=True))

@@ -1,7 +1,6 @@
 """Code of an owner's between ``generate`` and the model's layers, which this library would pass over.
 
-That is an attention function, a mask, or a method that ``generate`` calls. Where it is not transformers' own, the model
-is refused by name. Some methods are tried first, as most do nothing unusual.
+That is an attention function or a mask: where it is not transformers' own, the model is refused by name.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from transformers.integrations import sdpa_attention
 from ..errors import UnsupportedModelError
 from ..patches.uncompiled import past_trainers
 from .code_in_use import CodeInUse
-from .generation_methods import refuse_methods
 
 _THEIRS = frozenset(["transformers", "torch", "contextlib", "functools", "peft", "accelerate", "hf_batchllm"])
 # Libraries whose modules and hooks change nothing, or treat every token alike; where one does not, ``batch_dependent``
@@ -36,7 +34,6 @@ def refuse_owners_code(model: PreTrainedModel, look: CodeInUse, name: str) -> No
     used = {implementation for config, implementation in pairs if type(config) is text or config is model.config}
     _refuse_attention(look, sorted(each for each in used if each is not None), name)
     _refuse_functions(look, used, name)
-    refuse_methods(model, name, is_theirs)
 
 
 def _refuse_attention(look: CodeInUse, used: list[str], name: str) -> None:

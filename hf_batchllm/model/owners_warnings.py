@@ -13,7 +13,7 @@ from ..notices import Notices
 from ..patches.uncompiled import Uncompiled, every_module
 from .batch_dependent import depends_on_batch
 from .generation_methods import own_methods
-from .owners_code import KNOWN_LIBRARIES, is_theirs
+from .owners_code import KNOWN_LIBRARIES
 
 
 def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
@@ -39,7 +39,7 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
         )
     if Uncompiled(modules):
         warn_of_compiled(inner, notices)
-    if methods := own_methods(inner, is_theirs):
+    if methods := own_methods(inner):
         notices(
             "methods",
             f"{name} has its own {' and '.join(f'`{method}`' for method in methods)}, which are not called here. "
