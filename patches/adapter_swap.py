@@ -1,7 +1,7 @@
 """Have PEFT's layers run with another adapter for a while, and leave no trace.
 
 A layer that PEFT has put into a model notes which of its adapters are active, and whether all of them are switched off.
-PEFT itself activates each adapter once, and the notes that this leaves are kept; a step then only exchanges the notes.
+PEFT itself activates each adapter once, and the notes that this leaves are kept; from then on notes are exchanged.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import torch
 from torch import nn
 
 from .attention_swap import AttentionSwap
+from .swap import ABSENT, Place, Swap
 from .uncompiled import every_module
 
 # The attributes in which PEFT keeps the notes; its public properties read them.
 _NOTES = ("_active_adapter", "_disable_adapters")
-_ABSENT = object()  # in place of a note: the default of the layer's class holds
-
-Note = tuple[dict[str, Any], str, Any]  # (the layer's ``__dict__``, the note's name, its value)
 
 
 class AdaptedLayer(nn.Module):
@@ -63,10 +61,11 @@ def active_of(layer: AdaptedLayer) -> tuple[str, ...]:
     return (active,) if isinstance(active, str) else tuple(active)
 
 
-class AdapterSwap:
-    """The swap for one model. ``restore`` may be called again and again: an interrupt may come in the midst of it."""
+class AdapterSwap(Swap):
+    """Has one model run with the adapter ``name``. Whoever applies it keeps other threads waiting."""
 
     def __init__(self, model: nn.Module, adapters: Mapping[str, Any]) -> None:
+        super().__init__()
         self._model = model
         self._adapters = adapters  # the model's own mapping of names to configs: shows what the owner changes
         self._layers = adapted_layers(model)
@@ -74,8 +73,7 @@ class AdapterSwap:
         self._known: dict[str, Any] = {}  # all configs when the notes were learned
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []  # where the layers are
         self._attention = AttentionSwap(model)
-        self._notes: dict[str | None, list[Note]] = {}
-        self._before: list[Note] = []
+        self._notes: dict[str | None, list[Place]] = {}
         self._trained: list[tuple[torch.Tensor, bool]] = []  # parameters, and whether the owner trains each
         self.name: str | None = None  # of the adapter for the next steps
 
@@ -102,8 +100,8 @@ class AdapterSwap:
                 self.restore()
         return found
 
-    def _current_notes(self) -> list[Note]:
-        return [(vars(layer), note, vars(layer).get(note, _ABSENT)) for layer in self._layers for note in _NOTES]
+    def _current_notes(self) -> list[Place]:
+        return [(vars(layer), note, vars(layer).get(note, ABSENT)) for layer in self._layers for note in _NOTES]
 
     def _activate(self, name: str | None) -> None:
         for layer in self._layers:
@@ -115,20 +113,12 @@ class AdapterSwap:
             tuner = getattr(self._model, "base_model", None)  # knows which of its layers contain others
             set_adapter(self._model, name, layer_cls=getattr(tuner, "tuner_layer_cls", BaseTunerLayer))
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """While the block runs, the model runs with the adapter ``name``. The caller keeps other threads waiting."""
+    def places(self) -> list[Place]:
         self._follow_owner()
-        notes = self._notes[self.name]
-        self._before = [(own, note, own.get(note, _ABSENT)) for own, note, _ in notes]
-        try:
-            _write(notes)
-            yield
-        finally:
-            self.restore()
+        return self._notes[self.name]
 
     def _follow_owner(self) -> None:
-        """Notice what the owner has changed since the last step: refuse it, or learn the notes again."""
+        """Notice what the owner has changed meanwhile: refuse it, or learn the notes again."""
         there, known = self._adapters, self._known
         if self.name is not None and there.get(self.name) is not self._needed[self.name]:
             raise RuntimeError(f"the adapter {self.name!r} is not there any more: it was deleted while a call needs it")
@@ -148,16 +138,8 @@ class AdapterSwap:
 
     def restore(self) -> None:
         """Put back the notes and training flags of before, if that has not been done."""
-        _write(self._before)
+        super().restore()
         for parameter, was_trained in self._trained:
             if parameter.requires_grad != was_trained:
                 parameter.requires_grad_(was_trained)
-        self._before, self._trained = [], []
-
-
-def _write(notes: Iterable[Note]) -> None:
-    for own, note, value in notes:
-        if value is _ABSENT:
-            own.pop(note, None)
-        else:
-            own[note] = value
+        self._trained = []

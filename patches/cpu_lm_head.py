@@ -8,41 +8,31 @@ steps have touched: new memory for every step costs as much again as reading the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import nn
+
+from .swap import Place, Swap
 
 _BLOCK = 2048  # rows of the weight at a time: the product is still in the cache when it is transposed
 _FEWEST_ROWS, _MOST_ROWS = 12, 512  # for which it pays
 _SMALLEST_VOCABULARY = 16384  # for which it pays
 
 
-class HeadSwap:
-    """``restore`` may be called again and again: an interrupt may come in the midst of it."""
+class HeadSwap(Swap):
+    """The head multiplies our way, if it is plain enough. Its hooks run as ever."""
 
     def __init__(self, head: nn.Module | None) -> None:
+        super().__init__()
         self._head = head
         self._own_references = 0
         self._logits: torch.Tensor | None = None
-        self._applied: nn.Linear | None = None
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """While the block runs, the head multiplies our way, if it is plain enough. Its hooks run as ever."""
-        self._applied = self._plain_head()
-        if self._applied is not None:
-            self._applied.__dict__["forward"] = self._forward
-        try:
-            yield
-        finally:
-            self.restore()
-
-    def restore(self) -> None:
-        if self._applied is not None:
-            self._applied.__dict__.pop("forward", None)
-            self._applied = None
+    def places(self) -> Iterator[Place]:
+        head = self._plain_head()
+        if head is not None:
+            yield head.__dict__, "forward", self._forward
 
     def _plain_head(self) -> nn.Linear | None:
         """The head, if it is large, in float32 on a CPU, and neither wrapped nor parametrized nor adapted."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,37 +13,18 @@ from transformers.pytorch_utils import Conv1D
 
 from .fixed_experts import expert_forwards
 from .fixed_products import FixedThreads, WideProducts, plain_products
+from .swap import Place, Swap
 
 Forward = Callable[..., Any]
 
 
-class ForwardsInPlace:
-    """``restore`` may be called again and again: an interrupt may come in the midst of it."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[nn.Module, Forward | None]] = []
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        try:
-            for module, forward in self._forwards():
-                self._before.append((module, module.__dict__.get("forward")))
-                module.__dict__["forward"] = forward
-            yield
-        finally:
-            self.restore()
+class ForwardsInPlace(Swap):
+    def places(self) -> Iterator[Place]:
+        for module, forward in self._forwards():
+            yield module.__dict__, "forward", forward
 
     def _forwards(self) -> Iterable[tuple[nn.Module, Forward]]:
         return ()
-
-    def restore(self) -> None:
-        while self._before:
-            module, before = self._before[-1]
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
-            self._before.pop()
 
 
 class FixedForwards(ForwardsInPlace):

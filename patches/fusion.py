@@ -1,11 +1,13 @@
-"""Fused layers: put into a model for a step, and taken out again.
+"""Fused layers: put into a model while steps run, and taken out again.
 
     fusion = Fusion(model)             # changes nothing
     fused = fusion.merge(kernels)      # once for a call: lays the weights end to end
-    with fused.applied(): model(...)   # once for a step
+    fused.apply()                      # before the first step, and after code of the user's has run
+    with fused.step(): model(...)
+    fused.restore()
     fusion.unmerge()                   # at the end of all calls
 
-Between steps the model is as its owner left it, except that merged weights lie elsewhere in memory.
+Where nothing is applied the model is as its owner left it, except that merged weights lie elsewhere in memory.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from .gated_norms import GatedNorm, gated_norm_forward, gated_norms
 from .merged_weights import merge, merged, unmerge
 from .sharded_modules import adds_up_rows, local
 from .summed_rows import summed_forward
+from .swap import Place, Swap
 from .unmodified import hook_dicts
 
 # The ``__dict__`` of a module, its fused forward, and what stood there before: one that transformers has put there.
@@ -195,45 +198,38 @@ class Fusion:
             torch.cuda.empty_cache()
 
 
-class FusedLayers:
-    """A call's forwards for a model. ``restore`` may be called again and again: an interrupt may come in its midst."""
+class FusedLayers(Swap):
+    """A call's forwards for a model: layers run fused, and the model returns nothing but its logits."""
 
     def __init__(self, fusion: Fusion, kernels: FusedKernels) -> None:
+        super().__init__()
         self._fusion = fusion
         self._kernels = kernels
         self._residual = Residual()
-        self._applied: list[_Placed] = []
-        self.version = 0  # grows when weights or forwards change: a CUDA graph is valid for one version
         self._make()
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """While the block runs, layers run fused, and the model returns nothing but its logits."""
+    def places(self) -> Iterator[Place]:
         if self._is_out_of_date():
             self._make()
         self._fusion.paused = self._pause()
+        if self._fusion.paused is None:
+            for own, forward, _ in self._forwards:
+                yield own, "forward", forward
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a pass through the model."""
+        if self._fusion.paused is None and self._kernels.sums is not None:
+            self._kernels.sums.begin()
         try:
-            if self._fusion.paused is None:
-                self._put_in_place()
-                if self._kernels.sums is not None:
-                    self._kernels.sums.begin()
             yield
         finally:
-            self.restore()
+            self._residual.forget()
 
-    def _put_in_place(self) -> None:
-        self._applied = self._forwards
-        for own, forward, _ in self._applied:
-            own["forward"] = forward
-
-    def restore(self) -> None:
-        for own, _, before in self._applied:
-            if before is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = before
-        self._applied = []
-        self._residual.forget()
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with super().applied(), self.step():
+            yield
 
     def release(self) -> None:
         """After the last step: references to this object or to its forwards then keep no merged weights alive."""
@@ -277,7 +273,6 @@ class FusedLayers:
         self._own = [(module.__dict__, module.__dict__.get("forward")) for module in self._bypassed]
         self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]
         self._hooks_seen = sum(map(len, self._hooks))
-        self.version += 1
 
     def _make_stack(self, stack: Stack, weights: dict[tuple[int, str], Merged]) -> None:
         kernels = self._kernels

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-_MISSING = object()
+from .swap import Place, Swap
 
 
-class ImageFeaturesSwap:
-    """``inner``: the module whose forward pass calls its own ``get_image_features``."""
+class ImageFeaturesSwap(Swap):
+    """``inner``: the module whose forward pass calls its own ``get_image_features``, which gives ``features``."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, features: Any) -> None:
+        super().__init__()
         self._inner = inner
-        self._own: list[tuple[Any, str, Any]] = []  # (module, attribute, what stood there in the module itself)
+        self._features = features
 
-    @contextmanager
-    def applied(self, features: Any) -> Iterator[None]:
-        """While the block runs, ``get_image_features`` gives these, whatever it is called with."""
-        self._put(self._inner, "get_image_features", lambda *_, **__: features)
+    def places(self) -> Iterator[Place]:
+        yield vars(self._inner), "get_image_features", lambda *_, **__: self._features
         language_model = getattr(self._inner, "language_model", None)
         if hasattr(language_model, "_deepstack_process"):
-            self._put(language_model, "_deepstack_process", _added_in_place)
-        yield
-        self.restore()
-
-    def restore(self) -> None:
-        """After an error or an interrupt, too."""
-        while self._own:
-            module, name, own = self._own[-1]
-            if own is _MISSING:
-                vars(module).pop(name, None)
-            else:
-                vars(module)[name] = own
-            self._own.pop()
-
-    def _put(self, module: Any, name: str, given: Any) -> None:
-        self._own.append((module, name, vars(module).get(name, _MISSING)))
-        vars(module)[name] = given
+            yield vars(language_model), "_deepstack_process", _added_in_place
 
 
 def _added_in_place(

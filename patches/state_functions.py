@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -296,6 +297,8 @@ def _is_own(function: Any) -> bool:
 
 _OWN = "_hf_batchllm_own"  # what a stand-in keeps: the function in whose place it is
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _applied: dict[
     tuple[int, str], tuple[int, Function]
 ] = {}  # by module and name: how often applied, and the own function
@@ -323,15 +326,18 @@ class StateFunctions:
     @contextmanager
     def applied(self) -> Iterator[None]:
         try:
-            for place, name in self._places:
-                self._entered.append((place, name))
-                self._enter(place, name)
+            self.apply()
             yield
         finally:
             self.restore()
 
+    def apply(self) -> None:
+        for place, name in self._places:
+            self._entered.append((place, name))
+            self._enter(place, name)
+
     def restore(self) -> None:
-        """Take out what ``applied`` has put in place. May be called again: an interrupt may come in its midst."""
+        """Take out what ``apply`` has put in place. May be called again and again."""
         while self._entered:
             self._leave(*self._entered[-1])
             self._entered.pop()

@@ -7,7 +7,6 @@ would compile it anew in nearly every step. Only the model's own modules are tou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from inspect import getattr_static, unwrap
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -16,47 +15,29 @@ from torch import nn
 
 from .autocast_around import past_autocast
 from .sharded_modules import has_sharded_forward
+from .swap import Place, Swap
 from .unmodified import code_home, is_compiled
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 _COMPILED_CALL = "_compiled_call_impl"
 _WRAPPER = "OptimizedModule"
-_ABSENT = object()
 # TRL's trainers put a forward around the model's, which only calls that one unless it is asked for a loss.
 _TRAINERS = ("trl.", "_fused_forward")
 
 
-class Uncompiled:
-    """``restore`` may be called again and again. ``modules``: all of a model's."""
+class Uncompiled(Swap):
+    """``modules``: all of a model's."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
         self._forwards = list(_original_forwards(modules))
-        self._before: list[Any] | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is compiled."""
         return bool(self._forwards)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        if not self._forwards:
-            yield
-            return
-        self._before = [held.get(key, _ABSENT) for held, key, _ in self._forwards]
-        try:
-            for held, key, original in self._forwards:
-                held[key] = original
-            yield
-        finally:
-            self.restore()
-
-    def restore(self) -> None:
-        for (held, key, _), value in zip(self._forwards, self._before or (), strict=self._before is not None):
-            if value is _ABSENT:
-                held.pop(key, None)
-            else:
-                held[key] = value
-        self._before = None
+    def places(self) -> list[Place]:
+        return self._forwards
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:
@@ -91,8 +72,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     return cast(Callable[..., Any], original)
 
 
-def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(the ``__dict__`` of a module, a key in it, what belongs there)"""
+def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[Place]:
     classes: dict[type, tuple[Any, bool]] = {}  # what the class's `forward` was compiled from; whether to look closer
     for module in modules:
         cls, held = type(module), module.__dict__

@@ -113,17 +113,18 @@ class Fusing(list[int]):
 def fusing(monkeypatch: pytest.MonkeyPatch) -> Fusing:
     """Calls fuse on a CPU, with the kernels' twins."""
     steps = Fusing(monkeypatch)
-    put = FusedLayers._put_in_place
+    begin = FusedLayers.step
 
-    def noted_put(self: FusedLayers) -> None:
-        put(self)
-        steps.append(len(self._applied))
+    def noted_step(self: FusedLayers) -> Any:
+        if self._before:
+            steps.append(len(self._before))
+        return begin(self)
 
     def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
         return TWINS if config.fuse else None
 
     monkeypatch.setattr("hf_batchllm.model.model_in_use.fused_kernels", fused_kernels)
-    monkeypatch.setattr(FusedLayers, "_put_in_place", noted_put)
+    monkeypatch.setattr(FusedLayers, "step", noted_step)
     return steps
 
 

@@ -58,12 +58,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     class Checked(Replay):
         def __init__(self, rows: DecodeRows) -> None:
             super().__init__(rows)
-            self.rows, self.name = rows, rows._runner.adapters.name  # type: ignore[union-attr]
+            self.rows, self.name = rows, rows._runner.control.adapters.name  # type: ignore[union-attr]
             names.append(self.name)
             replay = self.replay
 
             def checked() -> None:
-                assert self.rows._runner.adapters.name == self.name  # type: ignore[union-attr]
+                assert self.rows._runner.control.adapters.name == self.name  # type: ignore[union-attr]
                 replay()
 
             self.replay = checked

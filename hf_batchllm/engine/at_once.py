@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -26,8 +27,10 @@ class AtOnce(Launcher):
         timekeeper: Timekeeper,
         may_pick_again: Callable[[Sequence[Request]], bool] = lambda _: True,
         ranks: TensorRanks | None = None,
+        runs_model: bool = False,  # whether picking may: with code of the user's, or guidance
     ) -> None:
         self._ranks = ranks or TensorRanks()
+        self._runs_model = runs_model
         self.runner = runner
         self.sampler = sampler
         self.timekeeper = timekeeper
@@ -56,7 +59,7 @@ class AtOnce(Launcher):
             )
 
     def _picked(self, logits: torch.Tensor, requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
-        with self.runner.adapted():
+        with self.runner.control.users_turn() if self._runs_model else nullcontext():
             tokens = self.sampler(logits, requests) if requests else []
         tokens = self._ranks.of_first("picked tokens", tokens)
         return np.array(tokens, dtype=np.int64)[:, None]

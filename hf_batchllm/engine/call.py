@@ -241,9 +241,13 @@ class Call:
         with self._ranks.interrupts(self._news) as meet:
             if self._ranks.size > 1:
                 self.engine.meet, self.engine.after_waiting = meet, self._ranks.check
-            for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
-                self._start(requests, turn)
-                yield from self.engine.run(watch) if self.job.feed is None else self._fed(self.job.feed, watch)
+            try:
+                for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
+                    self._use.put_back()  # the next adapter's steps put another one in
+                    self._start(requests, turn)
+                    yield from self.engine.run(watch) if self.job.feed is None else self._fed(self.job.feed, watch)
+            finally:
+                self._use.put_back()
         if any(not request.done for request in self.answers):
             raise RuntimeError(
                 f"{scheduler_name(self.engine.scheduler)} ended the call before every request had finished"
@@ -278,12 +282,14 @@ class Call:
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
         def told(step: Step, new_tokens: int) -> None:
+            self._use.put_back()
             for request in self.lineup.requests:  # there is one at most
                 feed.tell(request)
             if watch is not None:
                 watch(step, new_tokens)
 
         for request in self.engine.run(told):
+            self._use.put_back()
             with self.timekeeper.during("outside"):
                 feed.end()
             yield request
@@ -292,6 +298,7 @@ class Call:
     @contextmanager
     def owner_in_control(self) -> Iterator[None]:
         """While a stream hands a result out. Graphs are replayed only if the model's weights are where they were."""
+        self._use.put_back()
         self.timekeeper.switch("outside")
         with self._ranks.owner_in_control():
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -27,12 +28,14 @@ class TokenCollector:
         endings: Endings,
         timekeeper: Timekeeper,
         jump: Callable[[Request], int] | None = None,
+        criterias_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.answers = answers
         self.scheduler = scheduler
         self.endings = endings
         self.timekeeper = timekeeper
         self.jump = jump
+        self._criterias_turn = criterias_turn  # while the user's criteria are asked, if there are any
         self.never_run = 0  # tokens that were jumped to at an answer's limit
         self.idle_tokens = 0
 
@@ -64,7 +67,8 @@ class TokenCollector:
         sampling = flight.step.sampling()
         assert tokens.shape == (len(sampling), flight.step.times)
         self.timekeeper.switch("tokens")
-        ends = self.endings.find(sampling, flight.counts, tokens)
+        with self._criterias_turn():
+            ends = self.endings.find(sampling, flight.counts, tokens)
         self.timekeeper.switch("scheduling")
         finished: list[Request] = []
         idle = jumped = 0

@@ -82,6 +82,15 @@ class Job:
         return self.options[0].arguments.assistant_model
 
     @property
+    def picks_by_model(self) -> bool:
+        """Whether picking tokens may run the model: code of the user's may, and guidance does."""
+        given = [(each.arguments, each.config.guidance_scale) for each in dict.fromkeys(self.options)]
+        return any(
+            arguments.logits_processor or arguments.prefix_allowed_tokens_fn or scale not in (None, 1)
+            for arguments, scale in given
+        )
+
+    @property
     def calls_criteria(self) -> bool:
         """Whether stopping criteria of the model's owner are called."""
         every = dict.fromkeys(self.rules[place] for place in self.places)

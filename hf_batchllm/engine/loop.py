@@ -119,7 +119,9 @@ class Engine:
         depth: int,
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
+        before_scheduling: Callable[[], None] = lambda: None,
     ) -> None:
+        self._before_scheduling = before_scheduling  # called before the scheduler is, where that is the user's
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
@@ -143,6 +145,7 @@ class Engine:
         try:
             while True:
                 switch("scheduling")
+                self._before_scheduling()
                 # These go first: nothing is launched before, but for a step that has begun in parts.
                 late = [] if self.smaller.waiting else self.collector.endings.late()
                 step = None if late else self._next(must_wait=bool(flights))
@@ -160,6 +163,7 @@ class Engine:
                     switch("model")
                     found = flight.wait()
                     self.after_waiting()
+                    self._before_scheduling()
                     finished, new_tokens = self.collector.collect(flight, found)
                     flights.popleft()
                     self.launcher.tokens_were_seen()

@@ -199,6 +199,8 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
         runner.restore()
         traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
         failed = error
+    finally:
+        runner.control.restore()
     how_badly = 0 if failed is None else _NO_MEMORY if is_out_of_memory(failed) else _OBJECTS
     worst = runner.architecture.ranks.failed("a step that is tried", how_badly, failed)
     if worst == _NO_MEMORY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +93,8 @@ class Wiring:
         )  # fmt: skip
         if drafts is not None:
             scheduler = DraftingScheduler(scheduler, drafts, self.timekeeper)
-        given = self.requests, scheduler, endings, self.timekeeper, self.jump
+        criterias_turn = self.runner.control.users_turn if self.job.calls_criteria else nullcontext
+        given = self.requests, scheduler, endings, self.timekeeper, self.jump, criterias_turn
         by_host = launcher if isinstance(launcher, AtOnce) else None
         collector = TokenCollector(*given) if drafts is None else DraftCollector(drafts, by_host, *given)
         return self._engine(scheduler, builder, launcher, collector, depth)
@@ -102,7 +104,8 @@ class Wiring:
     ) -> Engine:
         carries_states, alone = bool(self.use.architecture.states), self._ranks.size == 1
         smaller = SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states, alone)
-        return Engine(scheduler, builder, launcher, collector, depth, self.timekeeper, smaller)
+        put_back = (lambda: None) if isinstance(self.config.scheduler, str) else self.runner.control.restore
+        return Engine(scheduler, builder, launcher, collector, depth, self.timekeeper, smaller, put_back)
 
     def _of_beams(self) -> Engine:
         """Where beams are searched for."""
@@ -121,7 +124,9 @@ class Wiring:
         scheduler = BeamScheduler(groups, _GATHER_ROWS.get(device.type, 0), depth)
         seats = Seats.none(device)
         graphs = self._graphs_without_picking(seats)
-        launcher = BeamLauncher(groups, beam_scores, self.timekeeper, self.runner, seats, graphs, device, owners_code)
+        launcher = BeamLauncher(
+            groups, beam_scores, self.timekeeper, self.runner, seats, graphs, device, owners_code, job.picks_by_model
+        )
         self.graphs = launcher
         scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
         endings = BeamEndings(roots, job.rules, self.began, device, rows=job.rows, scores=scores, ranks=self._ranks)
@@ -165,13 +170,14 @@ class Wiring:
                 self.jump = ForcedTokens(sampler.grammars, self.job.rules, self.job.options)
             around, may_repeat = outputs.around(sampler), sampler.may_repeat
             if not picking.in_graphs:
-                return AtOnce(self.runner, around, self.timekeeper, may_repeat, self._ranks), 1
+                by_model = self.job.picks_by_model
+                return AtOnce(self.runner, around, self.timekeeper, may_repeat, self._ranks, by_model), 1
             seats = Seats.of([frozenset()] * len(self.requests), device)
             graphs = self._graphs_without_picking(seats)
             self.graphs = StepByStep(
                 self.runner, around if around is not sampler else sampler.without_waiting, sampler.prepare, may_repeat,
                 seats, graphs, device, self.timekeeper, sampler.calls_owners_code or self.job.calls_criteria,
-                self.notices,
+                self.job.picks_by_model, self.notices,
             )  # fmt: skip
             # A criterion of the owner's may do anything to the model before the next step.
             return self.graphs, 1 if self.job.calls_criteria else min(2, config.steps_per_sync or 2)

@@ -84,8 +84,7 @@ class ModelInUse:
         backend = make_backend(self._config, self.device, storage, self._notices)
         backend.wide_products = self.wide_products
         kernels = state_kernels(self._config, self.device) if self.architecture.states else None
-        self.runner = ModelRunner(self.model, self.architecture, backend, self._fused, kernels)
-        self.runner.adapters = adapters
+        self.runner = ModelRunner(self.model, self.architecture, backend, self._fused, kernels, adapters)
         return self.runner
 
     def show(self, images: ImageFeatures | None) -> None:
@@ -122,8 +121,13 @@ class ModelInUse:
         """What has the model's steps run with another adapter."""
         return AdapterSwap(self.model, adapter_configs(self.model))
 
+    def put_back(self) -> None:
+        """The model is as its owner left it, until the next step."""
+        if self.runner is not None:
+            self.runner.control.restore()
+
     def restore(self) -> None:
-        """After an interrupted step: the model's attention is its own again."""
+        """After the last step, and after one that broke off."""
         if self.runner is not None:
             self.runner.restore()
 

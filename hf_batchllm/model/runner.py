@@ -10,26 +10,17 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..inputs.base_model import base_model
 from ..kernels.spans import Spans
 from ..patches.adapter_swap import AdapterSwap
-from ..patches.attention_interface import (
-    ATTENTION_NAME,
-    AttentionContext,
-    attention_context,
-    context_in_use,
-    use_context,
-)
-from ..patches.attention_swap import AttentionSwap
-from ..patches.cpu_lm_head import HeadSwap
+from ..patches.attention_interface import AttentionContext, attention_context, context_in_use, use_context
 from ..patches.fusion import FusedLayers
 from ..patches.image_features_swap import ImageFeaturesSwap
-from ..patches.state_functions import StateContext, StateFunctions, state_context, states_in_use, use_states
-from ..patches.uncompiled import Uncompiled, every_module
+from ..patches.state_functions import StateContext, state_context, states_in_use, use_states
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
+from .control import ModelControl
 from .image_features import ImageFeatures
 from .kept_autocast import KeptAutocast
 from .state_step import StateKernels, StateStep
@@ -48,23 +39,19 @@ class ModelRunner:
         backend: AttentionBackend,
         fused: FusedLayers | None = None,
         state_kernels: StateKernels | None = None,
+        adapters: AdapterSwap | None = None,
     ) -> None:
         self.model = model
         self.architecture = architecture
         self.backend = backend
-        self._swap = AttentionSwap(model)
+        self.control = ModelControl(model, fused, backend.fixed_forwards(model), adapters)
         self._fused = fused
-        self._functions = StateFunctions(model)
         self._state_kernels = state_kernels  # for layers that carry states
-        self._compiled = Uncompiled(every_module(model))
-        self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._autocast = KeptAutocast(architecture.device)
-        self._fixed = backend.fixed_forwards(model)
         self._outside: tuple[bool, AttentionContext | None, StateContext | None] | None = (
             None  # during a step, what was set before it
         )
-        self.adapters: AdapterSwap | None = None  # where prompts name their adapters
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
         self._selects_rows = architecture.selects_rows
         self.images: ImageFeatures | None = None  # of the call's prompts
@@ -121,8 +108,9 @@ class ModelRunner:
             # A decode row may go on from such a token, too, which the host may not have seen yet.
             at = (tokens.input_ids == self.images.placeholder).nonzero().squeeze(1).cpu().numpy()
             # The name alone: without a swap the adapters that are active on the model are, all along.
-            adapter = None if self.adapters is None else ("of a prompt", self.adapters.name)
-            with nullcontext() if self.adapters is None else self.adapters.applied(), self._compiled.applied():
+            adapters = self.control.adapters
+            adapter = None if adapters is None else ("of a prompt", adapters.name)
+            with self.control.without_attention():
                 images = self.images.of_step(batch.image_keys[at], adapter)
         if (logits := self.backend.in_passes(self.forward, batch)) is not None:
             return logits
@@ -149,28 +137,15 @@ class ModelRunner:
     ) -> torch.Tensor:  # [samples, vocabulary]
         selects = self._selects_rows and logits_rows is not None
         given: dict[str, Any] = {"logits_to_keep": logits_rows} if selects else {}
-        # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
-        adapted = nullcontext() if self.adapters is None else self.adapters.applied()
-        fused = nullcontext() if self._fused is None else self._fused.applied()
-        fixed = nullcontext() if self._fixed is None else self._fixed.applied()
         known: AbstractContextManager[object] = nullcontext()
         if images is not None:
             assert self.images is not None
-            self._images_swap = ImageFeaturesSwap(self.images.inner)
-            known = self._images_swap.applied(images)
+            self._images_swap = ImageFeaturesSwap(self.images.inner, images)
+            known = self._images_swap.applied()
             given["pixel_values"] = input_ids.new_zeros(1, dtype=self.images.inner.dtype)  # only whether there are any
-        with (
-            self._swap.applied(ATTENTION_NAME),
-            adapted,
-            self._compiled.applied(),
-            fused,
-            self._head.applied(),
-            fixed,
-            attention_context(context),
-            self._functions.applied(),
-            state_context(states),
-            known,
-        ):
+        self.control.apply()
+        fused = nullcontext() if self._fused is None else self._fused.step()
+        with fused, attention_context(context), state_context(states), known:
             output = self.model(
                 input_ids=input_ids[None],
                 position_ids=position_ids[..., None, :],
@@ -201,10 +176,6 @@ class ModelRunner:
             )
         return logits if selects or logits_rows is None else logits[logits_rows]
 
-    def adapted(self) -> AbstractContextManager[None]:
-        """While the block runs, the model has its adapter: logits processors may run it between steps."""
-        return nullcontext() if self.adapters is None else self.adapters.applied_alone()
-
     @torch.no_grad()
     def in_float32(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits as ``generate`` hands them to its processors. Valid until the next step."""
@@ -220,16 +191,7 @@ class ModelRunner:
         """Restore what a step may have left behind when it was interrupted, and free the memory of steps."""
         if self._images_swap is not None:
             self._images_swap.restore()
-        if self._fixed is not None:
-            self._fixed.restore()
-        self._head.restore()
-        self._functions.restore()
-        if self._fused is not None:
-            self._fused.restore()
-        self._compiled.restore()
-        if self.adapters is not None:
-            self.adapters.restore()
-        self._swap.restore()
+        self.control.restore()
         self._autocast.restore()
         if self._outside is not None:
             grad_mode, context, states = self._outside

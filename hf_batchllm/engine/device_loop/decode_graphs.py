@@ -172,9 +172,10 @@ class DecodeGraphs:
         captured = [graph for graph in self._graphs.values() if graph.captured]
         if not self.model_may_have_changed or (self._given_up and not captured):
             return
+        control = self._runner.control
+        control.restore()  # what is looked at is the owner's model
+        adapter = None if control.adapters is None else control.adapters.name  # which that does not show
         self.model_may_have_changed = False
-        adapters = self._runner.adapters
-        adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
         if adapter == self._adapter and self._memory is not None and self._memory.is_in_use():
             return
         for graph in captured:

@@ -60,9 +60,10 @@ class StepByStep(GraphLauncher):
         device: torch.device,
         timekeeper: Timekeeper,
         owners_code: bool,
+        runs_model: bool,
         notices: Notices,
     ) -> None:
-        super().__init__(runner, seats, graphs, device, owners_code)
+        super().__init__(runner, seats, graphs, device, owners_code, runs_model)
         self.sampler = sampler
         self.prepare = prepare
         self.may_pick_again = may_pick_again

@@ -25,6 +25,7 @@ class StepsAsGraphs:
     """Runs the steps of a call; decode steps are replays of graphs, where the model allows it.
 
     owners_code: whether code of the model's owner is called between all steps, which may do anything to the model.
+    runs_model: whether the model may be run between them.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class StepsAsGraphs:
         graphs: DecodeGraphs | None,
         device: torch.device,
         owners_code: bool = False,
+        runs_model: bool = False,
     ) -> None:
         self.runner = runner
         self.seats = seats
         self.graphs = graphs
         self.device = device
         self._owners_code = owners_code
+        self._runs_model = owners_code or runs_model
         # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
         # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -77,8 +80,11 @@ class StepsAsGraphs:
     @contextmanager
     def owners_turn(self) -> Iterator[None]:
         """While processors or criteria are called, which may run the model."""
+        if not self._runs_model:
+            yield
+            return
         try:
-            with self.runner.adapted():
+            with self.runner.control.users_turn():
                 yield
         finally:
             if self._owners_code:

@@ -8,7 +8,7 @@ asks for is asked of it. What an answer got in place of a wrong guess is run whe
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -78,11 +78,12 @@ class Assistant:
         self._runner: ModelRunner
         self._builder: BatchBuilder
         self._pick: AssistantPick
+        self._put_larger_back: Callable[[], None]
 
-    def begin(self, pick: AssistantPick, seats: int) -> None:
-        """``pick``: as for the answers, which have so many seats."""
+    def begin(self, pick: AssistantPick, seats: int, put_larger_back: Callable[[], None]) -> None:
+        """``pick``: as for the answers, which have so many seats. The larger model may share modules with this one."""
         use, device = self._use, self._use.device
-        self._pick = pick
+        self._pick, self._put_larger_back = pick, put_larger_back
         self._runner = use.run_over(self._storage)
         none = replace(Seats.of([frozenset()] * seats, device), keep_tokens=False)
         advance = sampling_kernels(device, use.kernels_by_name).advance
@@ -99,6 +100,7 @@ class Assistant:
         assert tokens <= MOST_GUESSED
         if self.has_ended:
             return {}
+        self._put_larger_back()
         try:
             return self._guess(requests, tokens)
         except Exception as error:
@@ -110,6 +112,8 @@ class Assistant:
             )
             self.close()
             return {}
+        finally:
+            self._use.put_back()
 
     def _guess(self, requests: Sequence[Request], tokens: int) -> dict[Request, list[int]]:
         shadows = {request: shadow for request in requests if (shadow := self._shadow(request, tokens)) is not None}

@@ -80,7 +80,7 @@ def drafts_for(
     named: dict[str, Any] = {}
     if assistant is not None:
         pick = AssistantPick.of(picking, requests, isinstance(launcher, RunAhead), notices)
-        assistant.begin(pick, len(requests))
+        assistant.begin(pick, len(requests), use.put_back)
         named = {"assistant": assistant, "ratio": _parameters(assistant.model) / max(_parameters(use.model), 1)}
     if isinstance(launcher, AtOnce):
         host: Any = Drafts if assistant is None else AssistedDrafts
