@@ -29,6 +29,7 @@ from hf_batchllm.model.fixed_attention import FixedAttention
 from hf_batchllm.model.fixed_passes import ROWS, WIDE_ROWS
 from hf_batchllm.model.fixed_triton_attention import FixedTritonBackend
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.model.unsplit_products import unsplit
 from hf_batchllm.patches import fixed_forwards
 
 PROMPT = [[1, 2, 3]]
@@ -278,7 +279,7 @@ def test_memory_runs_out_while_sums_may_not_be_split(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         torch.backends.cuda, "preferred_blas_library", lambda *one: (library.extend(one), library[-1])[1]
     )
-    monkeypatch.setattr(FixedTritonBackend, "products", lambda self: self._products.applied())
+    monkeypatch.setattr(FixedTritonBackend, "products", lambda self: unsplit())
     prompts = [[5, 6, 7, 8, *[11 + place] * (2 + place % 4)] for place in range(6)]
     options: dict[str, Any] = {"max_new_tokens": 5}
     with BatchGenerator(build("llama"), invariant=True, page_size=16) as generator:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_batchllm.kernels import narrow_products_torch
-from hf_batchllm.model.unsplit_products import UnsplitProducts
+from hf_batchllm.model.unsplit_products import unsplit
 from hf_batchllm.patches.narrow_products import row_by_row_linear
 from hf_batchllm.patches.padded_products import MOST, SIZES, PaddedRows, faster_sizes, seconds_on_a_gpu
 
@@ -185,7 +185,7 @@ def test_whose_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *library: torch._C._BlasBackend.Cublaslt)
     found: list[bool] = []
-    with UnsplitProducts().applied():
+    with unsplit():
         found.append(unsplit_products._runs_a_step())
         other = threading.Thread(target=lambda: found.append(unsplit_products._runs_a_step()))
         other.start()
@@ -209,7 +209,7 @@ def test_measuring_on_a_gpu() -> None:
 def test_a_kind_that_a_capture_meets_first_on_a_gpu() -> None:
     weight = torch.randn(1032, 4104, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(300, 4104, device="cuda", dtype=torch.bfloat16)
-    with UnsplitProducts().applied():
+    with unsplit():
         every = torch.nn.functional.linear(x, weight)  # its rows are too many to be measured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -225,7 +225,7 @@ def test_a_kind_that_a_capture_meets_first_on_a_gpu() -> None:
 def test_padded_rows_have_the_same_bits_on_a_gpu(columns: int, depth: int) -> None:
     weight = torch.randn(columns, depth, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(3 * MOST, depth, device="cuda", dtype=torch.bfloat16)
-    with UnsplitProducts().applied():
+    with unsplit():
         every = torch.nn.functional.linear(x, weight)
         for rows in (1, *SIZES, 17, 33, 100, 2 * MOST):
             assert torch.equal(torch.nn.functional.linear(x[:rows], weight), every[:rows]), rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support_interrupts import Stop
 
 from hf_batchllm.model import unsplit_products
-from hf_batchllm.model.unsplit_products import UnsplitProducts, why_not_unsplit
+from hf_batchllm.model.unsplit_products import unsplit, why_not_unsplit
 
 LIBRARY = torch._C._BlasBackend
 MATMUL = torch.backends.cuda.matmul
@@ -47,9 +45,9 @@ def test_no_sum_may_be_split(libraries: list[Any]) -> None:
         return libraries[-1] == LIBRARY.Cublaslt and not any(split) and dict(os.environ) == environment
 
     def run() -> None:
-        with UnsplitProducts().applied():
+        with unsplit():
             assert in_force() and not MATMUL.allow_bf16_reduced_precision_reduction
-            with UnsplitProducts().applied():  # a criterion that generates, say
+            with unsplit():  # a criterion that generates, say
                 assert in_force()
             assert in_force()
             raise KeyError
@@ -65,7 +63,7 @@ def test_what_the_owner_has_chosen_comes_back(libraries: list[Any]) -> None:
     MATMUL.allow_bf16_reduced_precision_reduction = (False, True)
     try:
         before = settings()
-        with UnsplitProducts().applied():
+        with unsplit():
             assert settings() != before
         assert settings() == before
         assert libraries == [LIBRARY.Cublas, LIBRARY.Cublaslt]  # it was preferred all along
@@ -79,8 +77,7 @@ def settings() -> unsplit_products._Settings:
 
 def test_two_that_overlap_leave_nothing_behind(libraries: list[Any]) -> None:
     before = settings()
-    one, other = UnsplitProducts(), UnsplitProducts()
-    first, second = one.applied(), other.applied()
+    first, second = unsplit(), unsplit()
     first.__enter__()
     second.__enter__()
     within = settings()
@@ -88,41 +85,6 @@ def test_two_that_overlap_leave_nothing_behind(libraries: list[Any]) -> None:
     assert settings() == within and torch.nn.functional.linear is not before.linear
     second.__exit__(None, None, None)
     assert settings() == before
-
-
-def test_put_back_within_a_block(libraries: list[Any]) -> None:
-    """Memory has run out in it: what a step has left is put back, and the step is run again."""
-    before, products = settings(), UnsplitProducts()
-    with products.applied():
-        products.restore()
-        assert settings() == before
-    with products.applied():
-        assert settings() != before
-    assert settings() == before and not unsplit_products._in_force
-
-
-def test_nothing_is_left_after_an_interrupt(libraries: list[Any]) -> None:
-    before = settings()
-    files = ("model/unsplit_products.py",)
-
-    def run() -> None:
-        products = UnsplitProducts()
-        try:
-            with products.applied():
-                pass
-        finally:
-            products.restore()  # as a call does when it is over
-            gc.collect()
-
-    every = Stop(0, files)
-    every.during(run)
-    for at in range(1, every.count):
-        stop = Stop(at, files)
-        with contextlib.suppress(KeyboardInterrupt):
-            stop.during(run)
-        UnsplitProducts().restore()  # another may come while the first is made good
-        assert settings() == before, stop.place
-        assert not unsplit_products._in_force
 
 
 @pytest.mark.parametrize(
@@ -158,12 +120,12 @@ def test_products_that_came_before_on_a_gpu() -> None:
         return False
 
     varies()  # as a rule
-    with UnsplitProducts().applied():
+    with unsplit():
         assert not varies()
     varies()
     torch.use_deterministic_algorithms(True)
     try:
-        with UnsplitProducts().applied():
+        with unsplit():
             assert not varies()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -172,8 +134,8 @@ def test_products_that_came_before_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_nothing_is_said_of_experiments() -> None:
     """PyTorch does so once in a process, on standard error."""
-    code = "import torch; from hf_batchllm.model.unsplit_products import UnsplitProducts as Unsplit\n"
-    code += "with Unsplit().applied(): torch.ones(8, 8, device='cuda') @ torch.ones(8, 8, device='cuda')"
+    code = "import torch; from hf_batchllm.model.unsplit_products import unsplit\n"
+    code += "with unsplit(): torch.ones(8, 8, device='cuda') @ torch.ones(8, 8, device='cuda')"
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr == ""
 
@@ -193,4 +155,4 @@ def test_products_of_others_have_their_memory_afterwards() -> None:
             torch.nn.functional.linear(weight, weight, bias)
         return torch.cuda.memory_allocated() - before
 
-    assert made_for(UnsplitProducts().applied()) == made_for(contextlib.nullcontext())
+    assert made_for(unsplit()) == made_for(contextlib.nullcontext())

@@ -24,7 +24,7 @@ from ..patches.fixed_forwards import Conv1DAsLinear
 from .batch import AttentionBatch
 from .kv_storage import KVStorage
 from .triton_attention import AttentionKernels, KernelAttention, StepWork, TritonBackend, WorkSource, on_this_card
-from .unsplit_products import UnsplitProducts
+from .unsplit_products import unsplit
 
 _ANY_LENGTH = 1 << 40
 
@@ -62,17 +62,12 @@ class FixedTritonBackend(TritonBackend):
     ) -> None:
         super().__init__(kernels, storage, device, notices, *others, **named)
         self.fixed = fixed
-        self._products = UnsplitProducts()
 
     def fixed_forwards(self, model: nn.Module) -> Conv1DAsLinear:
         return Conv1DAsLinear(model)
 
     def products(self) -> AbstractContextManager[object]:
-        return self._products.applied() if self.device.type == "cuda" else nullcontext()
-
-    def release(self) -> None:
-        self._products.restore()
-        super().release()
+        return unsplit() if self.device.type == "cuda" else nullcontext()
 
     def failure(self, device: torch.device, shape: Shape) -> str | None:
         return _tried(device, shape)

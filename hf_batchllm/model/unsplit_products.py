@@ -108,30 +108,15 @@ _in_force: dict[object, int] = {}  # the blocks that run, and their threads
 _owners: _Settings | None = None  # those before the first of them
 
 
-class UnsplitProducts:
-    """``restore`` may be called again and again: an interrupt may come in the midst of it."""
-
-    def __init__(self) -> None:
-        self._blocks: list[object] = []
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """While the block runs, products are such, and graphs that are captured keep them."""
-        block = object()
-        self._blocks.append(block)
-        try:
-            _begin(block)
-            yield
-        finally:
-            _end(block)
-            if block in self._blocks:  # ``restore`` comes within a block where memory has run out
-                self._blocks.remove(block)
-
-    def restore(self) -> None:
-        while self._blocks:
-            _end(self._blocks[-1])
-            self._blocks.pop()
-        _end(self)  # it may have come while the last block ended
+@contextmanager
+def unsplit() -> Iterator[None]:
+    """While the block runs, products are such, and graphs that are captured keep them."""
+    block = object()
+    try:
+        _begin(block)
+        yield
+    finally:
+        _end(block)
 
 
 def _begin(block: object) -> None:
@@ -144,7 +129,6 @@ def _begin(block: object) -> None:
 
 
 def _end(block: object) -> None:
-    """Once or more often."""
     global _owners
     with _lock:
         _in_force.pop(block, None)
