@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
@@ -15,7 +15,7 @@ from .config import BatchConfig
 from .engine.call import Call
 from .engine.drafts.assistant_model import Assistants
 from .engine.extra_outputs import ExtraOutputs
-from .engine.interrupts import STILL_RUNNING, Turn, Turns
+from .engine.interrupts import STILL_RUNNING, Stream, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
@@ -200,10 +200,9 @@ class BatchGenerator:
         on_error: str,
         progress: bool | None,
         generate_kwargs: dict[str, Any],
-        turn: Turn,
     ) -> Any:
         check_progress(progress)
-        with self._taking(turn) as call:
+        with self._taking() as call:
             padded = take_padded(prompts, generate_kwargs)
             given = prompts if padded is None else padded
             with bars_wanted(progress, call.timekeeper.during):
@@ -244,21 +243,14 @@ class BatchGenerator:
         a list as they come. An interrupt raises a plain KeyboardInterrupt.
         """
         options = dict(generate_kwargs)
+        with self._taking(), bars_wanted(progress or False):
+            if take_padded(prompts, options) is not None:
+                raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
+            job = self._checks.job(self.architecture, prompts, generation_config, seed, on_error, options)
+        return Stream(partial(self._streamed, job, on_error == "raise", progress or False))
 
-        def checked(turn: Turn) -> Job:
-            with self._taking(turn), bars_wanted(progress or False):
-                if take_padded(prompts, options) is not None:
-                    raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-                return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, options)
-
-        job, interrupt = self._turns.run(checked)
-        if interrupt is not None:
-            raise interrupt
-        assert job is not None
-        return self._turns.stream(partial(self._streamed, job, on_error == "raise", progress or False))
-
-    def _streamed(self, job: Job, strict: bool, progress: bool, turn: Turn) -> Iterator[Generation]:
-        with self._taking(turn) as call:
+    def _streamed(self, job: Job, strict: bool, progress: bool) -> Generator[Generation, None, None]:
+        with self._taking() as call:
             self.interrupted = None
             outputs = ExtraOutputs(job.options, self._logprobs_of_scores)
             with bars_wanted(progress):
@@ -309,10 +301,10 @@ class BatchGenerator:
         return self._collected(body, finished)
 
     def _score(
-        self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None, turn: Turn
+        self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None
     ) -> ScoreResult:
         check_progress(progress)
-        with self._taking(turn) as call:
+        with self._taking() as call:
             with bars_wanted(progress, call.timekeeper.during):
                 inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
@@ -347,7 +339,7 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Give back all memory that is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._turns.running is not None:
+        if self._turns.running:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then close()")
         self._kv.close()
         self._earlier.forget()
@@ -361,7 +353,7 @@ class BatchGenerator:
 
         Needed after a change that cannot be seen: inside a hook of your own, say, if it does nothing to most tokens.
         """
-        if self._turns.running is not None:
+        if self._turns.running:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")
         self._kv.clear()
 
@@ -392,9 +384,9 @@ class BatchGenerator:
             raise GeneratorBusyError("this BatchGenerator is closed: make a new one for the model")
 
     @contextmanager
-    def _taking(self, turn: Turn) -> Iterator[Call]:
+    def _taking(self) -> Iterator[Call]:
         self._refuse_if_closed()
-        with self._turns.take(turn, self._new_call) as call, self.architecture.ranks.failing_together():
+        with self._turns.take(self._new_call) as call, self.architecture.ranks.failing_together():
             yield call
 
     def _new_call(self, **of_several: Any) -> Call:
@@ -416,13 +408,16 @@ class BatchGenerator:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _collected(self, body: Callable[[Turn], T], finished: Finished[Any]) -> T:
+    def _collected(self, body: Callable[[], T], finished: Finished[Any]) -> T:
         """What ``body`` gives; after an interrupt, what has ``finished`` by then is kept."""
-        with FullCollectionsPaused():
-            result, interrupt = self._turns.run(body, partial(self._keep, finished))
-        if interrupt is None:
-            assert result is not None
-            return result
+        try:
+            with FullCollectionsPaused():
+                return body()
+        except KeyboardInterrupt:
+            pass  # what is raised below is without the frames that it came through
+        except BaseException as error:
+            self._keep(finished, error)
+            raise
         self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
         raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, GenerationMixin
 
 from ..errors import UnsupportedModelError
+from ..interrupts import act_on_interrupts
 from .shared_kv import GivenKV
 
 # transformers treats names that contain "flash", "sdpa" or "flex_attention" in a special way; this one must not match.
@@ -48,6 +49,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' contract: packed states in, ``[1, tokens, heads, v_dim]`` out. RoPE has been applied."""
+    act_on_interrupts()
     context = context_in_use()
     if context is None:
         raise RuntimeError(

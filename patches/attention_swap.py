@@ -22,18 +22,18 @@ _locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class AttentionSwap:
-    """The swap for one model. ``restore`` may be called again and again: an interrupt may come in the midst of it."""
+    """The swap for one model. ``restore`` may be called again and again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._configs = attention_configs(model)
         self._lock = steps_lock(self._configs[0])
         self._names = Swap()
-        self._locked = False  # set before the lock is acquired
+        self._locked = False
 
     def apply(self, name: str) -> None:
         """Until ``restore``, the model uses the attention registered as ``name``, and other threads wait."""
-        self._locked = True
         self._lock.acquire()
+        self._locked = True
         self._names.put((config.__dict__, _FIELD, name) for config in self._configs)
 
     @contextmanager
@@ -48,22 +48,14 @@ class AttentionSwap:
     def others_wait(self) -> Iterator[str | None]:
         """While the block runs, no other thread swaps. Yields the attention in use: this thread may have swapped it."""
         with self._lock:
-            try:
-                yield self._configs[0].__dict__.get(_FIELD)
-            finally:
-                if not self._lock._is_owned():  # an interrupted `apply` released it, without having acquired it
-                    self._lock.acquire()
+            yield self._configs[0].__dict__.get(_FIELD)
 
     def restore(self) -> None:
         """Put back the attention that was used before, if that has not been done."""
         self._names.restore()
-        if not self._locked:
-            return
-        # On one line, so that no interrupt comes between the two; `suppress` would run code of its own.
-        try:
-            self._locked = False; self._lock.release()  # noqa: E702 # fmt: skip
-        except RuntimeError:
-            pass  # it was never acquired: an interrupt came while it waited
+        if self._locked:
+            self._locked = False
+            self._lock.release()
 
 
 def steps_lock(model_config: PreTrainedConfig) -> Any:

@@ -21,8 +21,6 @@ _DRAWS = 3  # in float32 a product that differs does so in each
 
 
 class FixedThreads:
-    """``restore`` may be called again and again: an interrupt may come in the midst of it."""
-
     def __init__(self) -> None:
         self._before: int | None = None  # during a step, how many there were
         self.of_products = 1  # a power of two: products of a pass are cut evenly

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..interrupts import act_on_interrupts
 from .attention_interface import CACHE_NAMES, AttentionCall, Rotation, context_in_use
 from .fusable_parts import heads_of
 from .fused_experts import ExpertKernels
@@ -254,6 +255,7 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
+        act_on_interrupts()
         context = context_in_use()
         cached = any(kwargs.get(name) is not None for name in CACHE_NAMES)
         usual = attention_mask is None and not cached and attention.is_causal

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from ..interrupts import act_on_interrupts
 from .unmodified import code_home
 
 Function = Callable[..., Any]
@@ -249,6 +250,7 @@ def _stand_in(name: str, own: Function) -> Function:
         context = _context.get()
         if context is None:
             return own(*given, **named)
+        act_on_interrupts()
         return run(_Given(name, signature.bind(*given, **named)), own, context)
 
     function.__dict__[_OWN] = own

@@ -1,8 +1,9 @@
-"""An interrupt at any line of the library, hit on purpose."""
+"""Ctrl-C at any line of the library, hit on purpose."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -14,7 +15,6 @@ from support_untouched import NEW_TOKENS, prompts
 
 import hf_batchllm
 from hf_batchllm import BatchGenerator, GenerationInterrupted
-from hf_batchllm.engine.interrupts import Turns
 
 GIVEN = prompts(count=7)
 
@@ -22,13 +22,13 @@ OPTIONS = {"max_new_tokens": NEW_TOKENS}
 
 
 class Stop:
-    """An interrupt at the ``at``-th line that is run in certain files: any place in the code, hit on purpose."""
+    """A SIGINT at the ``at``-th line that is run in certain files: any place in the code, hit on purpose."""
 
     HERE = os.path.dirname(os.path.dirname(hf_batchllm.__file__))
     # Nothing has begun in these yet, or all is over: an interrupt there comes out as a plain KeyboardInterrupt.
     OUTSIDE = tuple(
         each.__code__
-        for each in (BatchGenerator.generate, BatchGenerator.stream, BatchGenerator.score, Turns.run, Turns.stream)
+        for each in (BatchGenerator.generate, BatchGenerator.stream, BatchGenerator.score, BatchGenerator._collected)
     )
 
     def __init__(self, at: int, files: tuple[str, ...]) -> None:
@@ -44,7 +44,7 @@ class Stop:
             if self.count == self.at:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self
 
     def _pass(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -68,12 +68,13 @@ class Stop:
         return {path for path in every if not ending or path.endswith(f"/{ending}")}
 
     def during(self, call: Callable[[], Any]) -> Any:
-        before = sys.gettrace()
+        before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.settrace(self)
         try:
             return call()
         finally:
             sys.settrace(before)
+            signal.signal(signal.SIGINT, handler)
 
 
 def _in_a_handler_of_contextlib(frame: FrameType) -> bool:

@@ -39,7 +39,7 @@ ROOMS = (  # from the top down
     "ground",
 )
 # Loose modules that every room may import.
-GROUND = ("config", "errors", "installed_versions", "notices", "python_child", "wording", "_version")
+GROUND = ("config", "errors", "installed_versions", "interrupts", "notices", "python_child", "wording", "_version")
 ALONE = ("kernels",)  # import nothing of the library
 WITHOUT_TORCH = ("planning", "results", "ground")
 

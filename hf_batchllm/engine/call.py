@@ -13,6 +13,7 @@ from ..config import BatchConfig
 from ..errors import PromptError
 from ..inputs.plain_values import plain, plain_options
 from ..inputs.prompts import longest_uncut
+from ..interrupts import Interrupts
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
 from ..model.image_features import ImageFeatures
@@ -60,7 +61,6 @@ class Stage(IntEnum):
     LINED_UP = auto()  # nothing has been computed: what the cache kept from earlier calls is still good
     RUNNING = auto()
     COMPLETE = auto()
-    LEFT = auto()  # everything has been given back
 
 
 class Call:
@@ -92,6 +92,7 @@ class Call:
         self._ranks = architecture.ranks
         self._began = began or time.time()
         self._stage = Stage.NEW
+        self._interrupts = Interrupts()
         self._adapters: AdapterTurns | None = None
         self._wiring: Wiring | None = None
         self._images: ImageFeatures | None = None  # that prompts show
@@ -241,6 +242,8 @@ class Call:
         with self._ranks.interrupts(self._news) as meet:
             if self._ranks.size > 1:
                 self.engine.meet, self.engine.after_waiting = meet, self._ranks.check
+            else:
+                self._interrupts.begin()
             try:
                 for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
                     self._use.put_back()  # the next adapter's steps put another one in
@@ -282,26 +285,29 @@ class Call:
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
         def told(step: Step, new_tokens: int) -> None:
-            self._use.put_back()
-            for request in self.lineup.requests:  # there is one at most
-                feed.tell(request)
+            with self._use.users_turn():
+                for request in self.lineup.requests:  # there is one at most
+                    feed.tell(request)
             if watch is not None:
                 watch(step, new_tokens)
 
         for request in self.engine.run(told):
-            self._use.put_back()
-            with self.timekeeper.during("outside"):
+            with self.timekeeper.during("outside"), self._use.users_turn():
                 feed.end()
             yield request
-        feed.end()
+        with self._use.users_turn():
+            feed.end()
 
     @contextmanager
     def owner_in_control(self) -> Iterator[None]:
         """While a stream hands a result out. Graphs are replayed only if the model's weights are where they were."""
         self._use.put_back()
         self.timekeeper.switch("outside")
+        self._interrupts.pause()
         with self._ranks.owner_in_control():
             yield
+        if self._ranks.size == 1:
+            self._interrupts.begin()
         if self._graphs is not None:
             self._graphs.owner_had_control()
         if self._assistant is not None:
@@ -314,6 +320,14 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        if self._ranks.size == 1:
+            self._interrupts.leave()
+        try:
+            self._leave(kind, error)
+        finally:
+            self._interrupts.end(error)
+
+    def _leave(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         complete = self._stage is Stage.COMPLETE
         try:
             if self._adapters is not None:
@@ -335,7 +349,6 @@ class Call:
                 self._abandon(refused)
                 self.outputs.release()
                 forget_tensors(error)
-            self._stage = Stage.LEFT
 
     def _settle(self) -> None:
         assert self._adapters is not None
@@ -343,20 +356,6 @@ class Call:
             self._kv.clear()
         else:
             self._kv.settle()
-
-    def make_sure(self) -> None:
-        """Leave, if an interrupt came in the way of that."""
-        if self._stage is Stage.LEFT:
-            return
-        try:
-            if self._graphs is not None:
-                self._graphs.close()
-            if self._assistant is not None:
-                self._assistant.close()
-        finally:
-            self._let_go_of_the_model()
-            self._kv.clear()
-            self._stage = Stage.LEFT
 
     def _let_go_of_the_model(self) -> None:
         self._use.restore()
@@ -410,7 +409,7 @@ class Call:
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""
-        if not Stage.RUNNING <= self._stage <= Stage.COMPLETE:
+        if self._stage < Stage.RUNNING:
             return None
         launcher = self._graphs
         assert self._wiring is not None

@@ -29,6 +29,7 @@ class TokenCollector:
         timekeeper: Timekeeper,
         jump: Callable[[Request], int] | None = None,
         criterias_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        schedulers_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.answers = answers
         self.scheduler = scheduler
@@ -36,6 +37,7 @@ class TokenCollector:
         self.timekeeper = timekeeper
         self.jump = jump
         self._criterias_turn = criterias_turn  # while the user's criteria are asked, if there are any
+        self._schedulers_turn = schedulers_turn  # while the scheduler is told, where that is the user's
         self.never_run = 0  # tokens that were jumped to at an answer's limit
         self.idle_tokens = 0
 
@@ -93,6 +95,7 @@ class TokenCollector:
             if request.finish_reason is not None:
                 finished.append(request)
         self.idle_tokens += idle
-        for request in finished:
-            self.scheduler.finish(request)
+        with self._schedulers_turn() if finished else nullcontext():
+            for request in finished:
+                self.scheduler.finish(request)
         return finished, sum(flight.counts) - idle + jumped

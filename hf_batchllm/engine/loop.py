@@ -7,9 +7,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..interrupts import act_on_interrupts
 from ..model.batch import ModelBatch
 from ..model.batch_builder import BatchBuilder
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
@@ -119,9 +121,9 @@ class Engine:
         depth: int,
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
-        before_scheduling: Callable[[], None] = lambda: None,
+        schedulers_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._before_scheduling = before_scheduling  # called before the scheduler is, where that is the user's
+        self._schedulers_turn = schedulers_turn  # while the scheduler is asked, where that is the user's
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
@@ -144,26 +146,27 @@ class Engine:
         step: Step | None = None
         try:
             while True:
+                act_on_interrupts()
                 switch("scheduling")
-                self._before_scheduling()
                 # These go first: nothing is launched before, but for a step that has begun in parts.
                 late = [] if self.smaller.waiting else self.collector.endings.late()
-                step = None if late else self._next(must_wait=bool(flights))
+                with self._schedulers_turn():
+                    step = None if late else self._next(must_wait=bool(flights))
                 if self.meet is not None:
                     self.meet(len(late) if step is None else step.number())
                 finished: list[Request] = []
                 if step is not None:
                     self._try(step, flights)
                 elif late and not flights:
-                    finished = self.collector.out_of_time(late)
+                    with self._schedulers_turn():
+                        finished = self.collector.out_of_time(late)
                 elif not flights:
                     return
                 if flights and (step is None or self._enough(flights)):
-                    flight = flights[0]  # left in the queue: an interrupt in between must find it
+                    flight = flights[0]  # left in the queue: an error in between must find it
                     switch("model")
                     found = flight.wait()
                     self.after_waiting()
-                    self._before_scheduling()
                     finished, new_tokens = self.collector.collect(flight, found)
                     flights.popleft()
                     self.launcher.tokens_were_seen()

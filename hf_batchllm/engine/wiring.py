@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ class Wiring:
         if drafts is not None:
             scheduler = DraftingScheduler(scheduler, drafts, self.timekeeper)
         criterias_turn = self.runner.control.users_turn if self.job.calls_criteria else nullcontext
-        given = self.requests, scheduler, endings, self.timekeeper, self.jump, criterias_turn
+        given = self.requests, scheduler, endings, self.timekeeper, self.jump, criterias_turn, self._schedulers_turn
         by_host = launcher if isinstance(launcher, AtOnce) else None
         collector = TokenCollector(*given) if drafts is None else DraftCollector(drafts, by_host, *given)
         return self._engine(scheduler, builder, launcher, collector, depth)
@@ -104,8 +104,11 @@ class Wiring:
     ) -> Engine:
         carries_states, alone = bool(self.use.architecture.states), self._ranks.size == 1
         smaller = SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states, alone)
-        put_back = (lambda: None) if isinstance(self.config.scheduler, str) else self.runner.control.restore
-        return Engine(scheduler, builder, launcher, collector, depth, self.timekeeper, smaller, put_back)
+        return Engine(scheduler, builder, launcher, collector, depth, self.timekeeper, smaller, self._schedulers_turn)
+
+    @property
+    def _schedulers_turn(self) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext if isinstance(self.config.scheduler, str) else self.runner.control.users_turn
 
     def _of_beams(self) -> Engine:
         """Where beams are searched for."""

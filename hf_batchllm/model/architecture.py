@@ -20,10 +20,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
 from ..inputs.base_model import base_model
-from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
+from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
-from ..patches.state_functions import StateFunctions, state_context, states_in_use, use_states
+from ..patches.state_functions import StateFunctions, state_context
 from ..patches.uncompiled import Uncompiled, every_module
 from .architecture_refusals import (
     refuse_dropped_layers,
@@ -344,32 +344,21 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str, selects_
     notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
-    swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
-    compiled, functions = Uncompiled(every_module(model)), StateFunctions(model)
     states = None if notes.takes_masks else notes.states  # with a cache, states are carried in it
-    states_before = states_in_use()
-    try:
-        with (
-            torch.no_grad(),
-            swap.applied(attention),
-            compiled.applied(),
-            functions.applied(),
-            attention_context(notes),
-            state_context(states),
-        ):
-            # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
-            # meta device there are none to read.
-            # As the engine runs it: a few classes hand `logits_to_keep` on to their attention, and with a number of
-            # tokens, or none, Gemma 4 hands its last layers copies of the masks.
-            rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows else {}
-            output = model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
-    finally:  # once more: an interrupt may have come while the block above restored things
-        functions.restore()
-        use_states(states_before)
-        compiled.restore()
-        swap.restore()
-        torch.set_grad_enabled(grad_mode)
-        use_context(context)
+    with (
+        torch.no_grad(),
+        AttentionSwap(model).applied(attention),
+        Uncompiled(every_module(model)).applied(),
+        StateFunctions(model).applied(),
+        attention_context(notes),
+        state_context(states),
+    ):
+        # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
+        # meta device there are none to read.
+        # As the engine runs it: a few classes hand `logits_to_keep` on to their attention, and with a number of
+        # tokens, or none, Gemma 4 hands its last layers copies of the masks.
+        rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows else {}
+        output = model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
     logits = getattr(output, "logits", None)
     return notes, 0 if logits is None else logits.shape[1]
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from torch import nn
 
 from ..inputs.base_model import base_model
+from ..interrupts import held_back, users_handler
 from ..patches.adapter_swap import AdapterSwap
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
@@ -44,29 +45,36 @@ class ModelControl:
             return
         try:
             self._attention.apply(ATTENTION_NAME)
-            for swap in self._swaps:
-                swap.apply()
-            self.is_applied = True
+            with held_back():
+                for swap in self._swaps:
+                    swap.apply()
+                self.is_applied = True
         except BaseException:
             self.restore()
             raise
 
     def restore(self) -> None:
         """From here on the model is as its owner left it."""
-        self.is_applied = False
-        for swap in reversed(self._swaps):
-            swap.restore()
-        self._attention.restore()
+        with held_back():
+            self.is_applied = False
+            for swap in reversed(self._swaps):
+                swap.restore()
+            self._attention.restore()
 
     @contextmanager
     def users_turn(self) -> Iterator[None]:
         """While the block runs, code of the user's may run the model, which has the adapter of the call's steps."""
-        self.restore()
-        with nullcontext() if self.adapters is None else self.adapters.applied_alone():
+        with self._adapter_alone(), users_handler():
             yield
 
     @contextmanager
     def without_attention(self) -> Iterator[None]:
         """While the block runs, parts of the model run with the adapter and uncompiled, in their own attention."""
-        with self.users_turn(), self._compiled.applied():
+        with self._adapter_alone(), self._compiled.applied():
+            yield
+
+    @contextmanager
+    def _adapter_alone(self) -> Iterator[None]:
+        self.restore()
+        with nullcontext() if self.adapters is None else self.adapters.applied_alone():
             yield

@@ -11,7 +11,7 @@ State = tuple[bool, torch.dtype]  # whether autocast is on, and its type
 
 
 class KeptAutocast:
-    """Notes the state when it is made. ``restore`` may be called again and again: an interrupt may come in its midst.
+    """Notes the state when it is made.
 
     Under another state, a step would compute keys and values of another type than those in the call's cache.
     """
@@ -20,7 +20,6 @@ class KeptAutocast:
         self._kind = device.type
         self._exists = torch.amp.is_autocast_available(device.type)
         self._kept = self._now() if self._exists else None
-        self._outside: tuple[State, bool] | None = None  # during a step: the caller's, and whether copies are cached
 
     def _now(self) -> State:
         return torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
@@ -36,19 +35,12 @@ class KeptAutocast:
         if now is None or self._kept is None or now == self._kept or not (now[0] or self._kept[0]):
             yield
             return
-        self._outside = now, torch.is_autocast_cache_enabled()
+        cached = torch.is_autocast_cache_enabled()
         try:
             # Autocast looks up copies of weights by the weight alone: the caller's may be of another type.
             torch.set_autocast_cache_enabled(False)
             self._set(self._kept)
             yield
         finally:
-            self.restore()
-
-    def restore(self) -> None:
-        """Put back the caller's autocast, if that has not been done."""
-        if self._outside is not None:
-            state, cached = self._outside
-            self._set(state)
+            self._set(now)
             torch.set_autocast_cache_enabled(cached)
-            self._outside = None

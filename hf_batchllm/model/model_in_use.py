@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -125,6 +126,11 @@ class ModelInUse:
         """The model is as its owner left it, until the next step."""
         if self.runner is not None:
             self.runner.control.restore()
+
+    def users_turn(self) -> AbstractContextManager[None]:
+        """While code of the user's runs, after the first step."""
+        assert self.runner is not None
+        return self.runner.control.users_turn()
 
     def restore(self) -> None:
         """After the last step, and after one that broke off."""

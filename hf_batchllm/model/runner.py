@@ -12,10 +12,10 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..kernels.spans import Spans
 from ..patches.adapter_swap import AdapterSwap
-from ..patches.attention_interface import AttentionContext, attention_context, context_in_use, use_context
+from ..patches.attention_interface import AttentionContext, attention_context
 from ..patches.fusion import FusedLayers
 from ..patches.image_features_swap import ImageFeaturesSwap
-from ..patches.state_functions import StateContext, state_context, states_in_use, use_states
+from ..patches.state_functions import state_context
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend
@@ -49,13 +49,9 @@ class ModelRunner:
         self._state_kernels = state_kernels  # for layers that carry states
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._autocast = KeptAutocast(architecture.device)
-        self._outside: tuple[bool, AttentionContext | None, StateContext | None] | None = (
-            None  # during a step, what was set before it
-        )
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
         self._selects_rows = architecture.selects_rows
         self.images: ImageFeatures | None = None  # of the call's prompts
-        self._images_swap: ImageFeaturesSwap | None = None
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -76,11 +72,12 @@ class ModelRunner:
         self.record(batch.asked, logits[samples:])
         return logits[:samples]
 
+    @torch.no_grad()
     def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
         """Run the step's tokens. Gives the logits that are sampled, then those asked for beside."""
-        with self._as_inference():
-            return self._step(batch)
+        return self._step(batch)
 
+    @torch.no_grad()
     def rows(
         self,
         input_ids: torch.Tensor,
@@ -89,15 +86,7 @@ class ModelRunner:
         states: StateStep | None = None,
     ) -> torch.Tensor:  # [rows, vocabulary]
         """Run decode rows, all of which are sampled. Nothing here waits for the device or copies anything to it."""
-        with self._as_inference():
-            return self.forward(input_ids, position_ids, context, states=states)
-
-    @contextmanager
-    def _as_inference(self) -> Iterator[None]:
-        self._outside = torch.is_grad_enabled(), context_in_use(), states_in_use()
-        with torch.no_grad():
-            yield
-        self._outside = None
+        return self.forward(input_ids, position_ids, context, states=states)
 
     def _step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
         batch = batch.to(self.architecture.device)
@@ -140,8 +129,7 @@ class ModelRunner:
         known: AbstractContextManager[object] = nullcontext()
         if images is not None:
             assert self.images is not None
-            self._images_swap = ImageFeaturesSwap(self.images.inner, images)
-            known = self._images_swap.applied()
+            known = ImageFeaturesSwap(self.images.inner, images).applied()
             given["pixel_values"] = input_ids.new_zeros(1, dtype=self.images.inner.dtype)  # only whether there are any
         self.control.apply()
         fused = nullcontext() if self._fused is None else self._fused.step()
@@ -188,16 +176,7 @@ class ModelRunner:
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:
-        """Restore what a step may have left behind when it was interrupted, and free the memory of steps."""
-        if self._images_swap is not None:
-            self._images_swap.restore()
+        """The model is as its owner left it, and the memory of steps is freed."""
         self.control.restore()
-        self._autocast.restore()
-        if self._outside is not None:
-            grad_mode, context, states = self._outside
-            torch.set_grad_enabled(grad_mode)
-            use_context(context)
-            use_states(states)
-            self._outside = None
         self._logits = None
         self.backend.release()

@@ -12,7 +12,7 @@ import numpy as np
 from ..engine.adapter_turns import AdapterTurns
 from ..engine.call import Call
 from ..engine.extra_outputs import ExtraOutputs
-from ..engine.interrupts import Turn
+from ..engine.interrupts import without_frames
 from ..engine.job import Job, JobChecks
 from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
 from ..errors import OptionValueError
@@ -124,9 +124,12 @@ class PartGenerator(BatchGenerator):
         watch: Callable[[Step, int], None],
     ) -> tuple[RunReport | None, KeyboardInterrupt | None]:
         """Run what is claimed. ``watch`` may raise a KeyboardInterrupt to break the part off, which is given back."""
-
-        def body(turn: Turn) -> None:
-            with self._taking(turn) as call:
+        interrupt: KeyboardInterrupt | None = None
+        self._of_the_call = {"claims": claims, "began": began}
+        if isinstance(claims, AgreedClaims):
+            self._of_the_call["news"] = claims
+        try:
+            with self._taking() as call:
                 finish = begin(call)
                 try:
                     for request in call.run(watch):
@@ -134,12 +137,8 @@ class PartGenerator(BatchGenerator):
                             deliver(finish(request))
                 finally:
                     self.last_report = call.report()
-
-        self._of_the_call = {"claims": claims, "began": began}
-        if isinstance(claims, AgreedClaims):
-            self._of_the_call["news"] = claims
-        try:
-            _, interrupt = self._turns.run(body)
+        except KeyboardInterrupt as error:
+            interrupt = without_frames(error)
         finally:
             self._of_the_call = {}
         report = self.last_report

@@ -46,7 +46,6 @@ class StepsAsGraphs:
         # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
         # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._outside: torch.cuda.Stream | None = None  # the caller's stream, during a step
 
     def start(self, requests: Sequence[Request], most_rows: int) -> None:
         """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
@@ -60,13 +59,10 @@ class StepsAsGraphs:
     @contextmanager
     def surroundings(self, runs_model: bool = True) -> Iterator[None]:
         """Where a step runs. ``runs_model``: False if it is a replay and nothing else, to save the host's time."""
-        if self._stream is not None:
-            self._outside = torch.cuda.current_stream()
         if self.graphs is not None:
             self.graphs.replays, self.graphs.is_steady = False, True
         with torch.cuda.stream(self._stream), self.runner.surroundings() if runs_model else nullcontext():
             yield
-        self._outside = None
 
     def logits(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
         """Run a step whose tokens are picked outside of graphs. The logits are valid until the next one runs."""
@@ -128,9 +124,6 @@ class StepsAsGraphs:
         return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture{beside}{why}"
 
     def close(self) -> None:
-        if self._outside is not None:  # an interrupt came before `launch` put the stream back
-            torch.cuda.set_stream(self._outside)
-            self._outside = None
         if self.graphs is not None:
             self.graphs.close(self._stream)
 
