@@ -102,8 +102,8 @@ CHANGES: dict[str, Change] = {
 }
 
 
-# What may compute something else in the next call, without a trace; layers that the config does not make count, too.
-CUSTOM = ("module", "class", "forward", "hook", "parametrized", "config")
+# What may compute something else in the next call, without a trace.
+CUSTOM = ("module", "class", "forward", "hook", "parametrized")
 
 
 def keeping(model: Any) -> BatchGenerator:
@@ -144,6 +144,16 @@ def test_nothing_is_kept_of_custom_code_and_that_is_said_once() -> None:
         assert_anew(generator)
     handle.remove()
     assert [generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens for _ in range(2)] == [0, 24]
+
+
+def test_layers_of_quantisation_libraries_keep_prefixes() -> None:
+    model = FAMILIES["llama"]()
+    class_exchanged(model)
+    type(attention(model).k_proj).__module__ = "hqq.core.quantize"
+    generator = keeping(model)
+    assert [generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens for _ in range(2)] == [0, 24]
+    heads_exchanged(model)
+    assert_anew(generator)
 
 
 @pytest.mark.some_cases

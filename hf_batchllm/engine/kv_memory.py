@@ -163,7 +163,7 @@ class KVMemory:
         now, holds = None, False
         inner = base_model(self._model)
         own = self.architecture.own_code.found_in(inner, every_module(inner))
-        self._may_change = bool(own) or has_owners_hooks(self._model)
+        self._may_change = own.may_change or has_owners_hooks(self._model)
         try:
             now = None if self._may_change else ComputedWith(self._model, self.architecture)
             holds = now is not None and self._computed_with is not None and self._computed_with.holds_for(now)

@@ -18,12 +18,30 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..patches.uncompiled import every_module, own_forward
+from ..patches.unmodified import code_home
 from .code_in_use import token_of
 from .owners_code import KNOWN_LIBRARIES, is_theirs
 
 # Wrappers and quantised layers, which stand in place of what the class makes.
 _WRAPPERS: tuple[str, ...] = ("peft.", "accelerate.", "bitsandbytes.", "compressed_tensors.", "torchao.")
 _WRAPPERS += ("transformers.integrations.", "transformers.quantizers.", "torch._dynamo.")
+# Their layers compute with their tensors alone.
+_QUANTISERS = frozenset(
+    [
+        "gptqmodel",
+        "auto_gptq",
+        "awq",
+        "hqq",
+        "eetq",
+        "optimum",
+        "quanto",
+        "aqlm",
+        "vptq",
+        "spqr_quant",
+        "quark",
+        "auto_round",
+    ]
+)
 # Of torch: each treats tokens alike, whatever its arguments are.
 _EACH_TOKEN = frozenset(
     [
@@ -63,6 +81,12 @@ class OwnCode:
 
     def __bool__(self) -> bool:
         return bool(self.found or self.of_torch)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether it may compute something else without a trace in the model: it may read anything."""
+        known = KNOWN_LIBRARIES | _QUANTISERS
+        return bool(self.of_torch) or any(_library_of(*each) not in known for each in self.found)
 
     def shows(self) -> list[object]:
         """Equal for the same code alone."""
@@ -152,6 +176,14 @@ def _callables(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
             a_method = isinstance(value, MethodType) and value.__self__ is module
             if not a_method and not any(held.get(name) is value for name in _SKIPPED):
                 yield module, value
+
+
+def _library_of(module: nn.Module, code: Any) -> str:
+    kind = type(module)
+    library = kind.__module__.partition(".")[0]
+    if code is kind or (library in _QUANTISERS and code is kind.forward):
+        return library
+    return code_home(code).partition(".")[0]
 
 
 def _replaced_functions() -> Iterator[tuple[str, Any]]:
