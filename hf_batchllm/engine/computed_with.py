@@ -13,7 +13,7 @@ class ComputedWith:
     """The model as it is when a call begins. The prompts' keys tell which adapters are active."""
 
     def __init__(self, model: nn.Module, architecture: Architecture) -> None:
-        self._stamp = stamp_of(model, architecture.device), architecture.look.architecture
+        self._stamp = stamp_of(model, architecture.device), architecture.look.code
         self._digest = Digest(tensors_of(model))
 
     def holds_for(self, now: ComputedWith) -> bool:

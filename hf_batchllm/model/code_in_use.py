@@ -22,7 +22,9 @@ from ..patches.attention_swap import steps_lock
 
 _PLAIN = frozenset([int, float, bool, str, type(None)])
 # Set by the user's modes, by this library, or for training; they do not say which tokens a layer sees.
-_SKIPPED = frozenset(["gradient_checkpointing", "loss_type", "_attn_implementation_internal", *nn.Module().__dict__])
+_SKIPPED = frozenset(
+    ["gradient_checkpointing", "loss_type", "_attn_implementation_internal", "last_report", *nn.Module().__dict__]
+)
 # Modules of these libraries neither attend nor make masks; their own modules are not looked at.
 _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
 # What a rotary embedding notes of its config, and does not change while it runs.
@@ -38,6 +40,7 @@ class CodeInUse:
     configs: list[PreTrainedConfig] = field(default_factory=list)
     implementations: list[str | None] = field(default_factory=list)  # of attention, for each config
     homes: list[ModuleType] = field(default_factory=list)  # the Python modules of the classes
+    code: tuple[object, ...] = ()  # methods of the classes, and functions beside them
     architecture: tuple[object, ...] = ()  # what the notes of ``inspect_model`` depend on
     attention: tuple[object, ...] = ()  # what else the owner's code is judged by
 
@@ -90,7 +93,8 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     look.configs = list(configs.values())
     look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
     code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes)
-    look.architecture = (type(model), *map(state_of, look.configs), *plain, *map(token_of, code))
+    look.code = tuple(map(token_of, code))
+    look.architecture = (type(model), *map(state_of, look.configs), *plain, *look.code)
     functions: list[tuple[str, Any]] = [
         *AttentionInterface._global_mapping.items(),
         *AttentionMaskInterface._global_mapping.items(),
