@@ -15,10 +15,10 @@ from .config import BatchConfig
 from .engine.call import Call
 from .engine.drafts.assistant_model import Assistants
 from .engine.extra_outputs import ExtraOutputs
-from .engine.interrupts import STILL_RUNNING, Stream, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
+from .engine.stream import Stream
 from .engine.tensor_results import as_tensors
 from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of, with_texts
 from .errors import GenerationInterrupted, GeneratorBusyError
@@ -53,6 +53,7 @@ from .results.sharing_plan import SharingPlan
 from .sampling.earlier_answers import EarlierAnswers
 
 T = TypeVar("T")
+_STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
 
 
 class BatchGenerator:
@@ -100,7 +101,7 @@ class BatchGenerator:
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
-        self._turns = Turns()
+        self._is_running = False
         self._closed = False
 
     @property
@@ -339,8 +340,8 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Give back all memory that is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._turns.running:
-            raise GeneratorBusyError(f"{STILL_RUNNING}, then close()")
+        if self._is_running:
+            raise GeneratorBusyError(f"{_STILL_RUNNING}, then close()")
         self._kv.close()
         self._earlier.forget()
         self._fusion.unmerge()
@@ -353,8 +354,8 @@ class BatchGenerator:
 
         Needed after a change that cannot be seen: inside a hook of your own, say, if it does nothing to most tokens.
         """
-        if self._turns.running:
-            raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")
+        if self._is_running:
+            raise GeneratorBusyError(f"{_STILL_RUNNING}, then forget_prefixes()")
         self._kv.clear()
 
     def __enter__(self) -> BatchGenerator:
@@ -385,9 +386,16 @@ class BatchGenerator:
 
     @contextmanager
     def _taking(self) -> Iterator[Call]:
+        """A call, while no other one runs."""
         self._refuse_if_closed()
-        with self._turns.take(self._new_call) as call, self.architecture.ranks.failing_together():
-            yield call
+        if self._is_running:
+            raise GeneratorBusyError(f"{_STILL_RUNNING}. One call at a time")
+        try:
+            self._is_running = True  # no other thread comes between the test above and this
+            with self._new_call() as call, self.architecture.ranks.failing_together():
+                yield call
+        finally:
+            self._is_running = False
 
     def _new_call(self, **of_several: Any) -> Call:
         """``of_several``: what a call has that several processes run together."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -21,12 +20,10 @@ from support_adapters import (
     wrapped,
 )
 from support_calls import answers, failing, noted
-from support_cases import up_to
 from support_device_loop import Replay, run_over_twins
 from support_families import reference_generate
 from support_fused import FORWARDS
 from support_fused import fusing as fusing  # a fixture
-from support_interrupts import Stop
 from support_kernels import plain
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
@@ -38,7 +35,6 @@ from hf_batchllm import BatchConfig, BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 
 pytestmark = plain
@@ -212,35 +208,7 @@ def test_a_streamer(capsys: pytest.CaptureFixture[str]) -> None:
 # -- interrupts ------------------------------------------------------------------------------------------------
 
 
-CRITICAL = ("contextlib.py", "call.py", "runner.py", "adapter_swap.py")
-
-
-@pytest.mark.some_cases
-@pytest.mark.parametrize("files", [CRITICAL, ("adapter_swap.py",)], ids=["critical", "swap"])
-def test_at_any_line(files: tuple[str, ...]) -> None:
-    model = wrapped(lora(modules_to_save=["lm_head"]), lora(["o_proj"]))
-    given, names = thrice(GIVEN[:3])
-    generator = BatchGenerator(model, max_batch_tokens=40, keep_prefixes=2, **PAGES)
-
-    def call() -> Any:
-        try:
-            return generator.generate(given, adapter=names, max_new_tokens=2)
-        except GenerationInterrupted as interrupt:
-            return interrupt.result
-
-    expected = [row.token_ids for row in call()]
-    before, every = fingerprint(model), Stop(0, files)
-    every.during(call)
-    for at in random.Random(len(files)).sample(range(1, every.count), up_to(10)):
-        stop = Stop(at, files)
-        for row in stop.during(call):
-            assert row.token_ids == expected[row.index], stop.place
-        assert fingerprint(model) == before, stop.place
-        assert not AttentionSwap(model)._lock._is_owned(), stop.place
-    assert call().token_ids == expected
-
-
-def test_an_interrupt_in_a_step_and_in_what_puts_the_adapter_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(build("lora"))
     generator = BatchGenerator(build("lora"), **PAGES)
 

@@ -147,6 +147,7 @@ def test_graphs_that_do_not_close_leave_the_generator_free(monkeypatch: pytest.M
     generator = BatchGenerator(build("llama"), steps_per_sync=2)
     with pytest.raises(RuntimeError, match="CUDA error"):
         generator.generate(mixed_prompts(1), max_new_tokens=12)
+    assert not generator._is_running
     generator.close()
 
 

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support_calls import failing
-from support_cases import up_to
 from support_families import FAMILIES, build, random_prompts
-from support_interrupts import CRITICAL, Stop
 from support_kernels import plain
 from support_memory_device import Device, tight
 from support_memory_device import device as device  # a fixture
@@ -59,19 +57,6 @@ def assert_among(finished: ScoreResult, expected: list[list[float]]) -> None:
 
 
 # -- how they end ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.some_cases
-@pytest.mark.parametrize("files", [(), (*CRITICAL, "score_call.py", "token_lookups.py")], ids=["anywhere", "critical"])
-def test_an_interrupt_at_any_line(files: tuple[str, ...], expected: list[list[float]]) -> None:
-    generator, before = make(), fingerprint(build(FAMILY))
-    every = Stop(0, files)
-    every.during(lambda: generator.score(CONTEXTS, choices=CHOICES))
-    for at in random.Random(len(files)).sample(range(1, every.count), up_to(6)):
-        with pytest.raises(GenerationInterrupted) as caught:
-            Stop(at, files).during(lambda: generator.score(CONTEXTS, choices=CHOICES))
-        assert_among(caught.value.result, expected)
-        assert_as_before(generator, before, expected)
 
 
 @pytest.mark.some_cases

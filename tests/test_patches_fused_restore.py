@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from support_families import family_params
 from support_fused import FUSED_FAMILIES, TWINS, Fusing, forwards_of, new_model, some_prompts, without_addresses
 from support_fused import fusing as fusing  # a fixture
 from support_image_text_families import FUSED_IMAGE_TEXT
-from support_interrupts import Stop
 from support_kernels import INTERPRETED
 from transformers import AutoModelForCausalLM
 
@@ -139,68 +137,6 @@ class TestEveryRow:
         for _ in range(2):
             generator.close()
             assert seen(model) == before
-
-    @pytest.mark.some_cases
-    @pytest.mark.parametrize("family", family_params(SOME_ROWS))
-    def test_an_interrupt_in_the_midst_of_it(self, family: str) -> None:
-        model, fusions = an_owners(family), []
-        before, places = seen(model), {name: each.data_ptr() for name, each in model.named_parameters()}
-
-        def fuse() -> None:
-            fusions.append(Fusion(model))
-            with fusions[-1].merge(TWINS).applied():
-                pass
-
-        files = ("fusion.py", "fused_forwards.py", "merged_weights.py", "fusable_parts.py")
-        every = Stop(0, files)
-        every.during(fuse)
-        fusions[-1].unmerge()
-        assert seen(model) == before
-        moved = places != {name: each.data_ptr() for name, each in model.named_parameters()}
-        assert moved == (family != "phi3"), "whose projections are one each already"
-        for at in random.Random(3).sample(range(1, every.count // 2), 4):
-            stop = Stop(at, files)
-            with pytest.raises(KeyboardInterrupt):
-                stop.during(fuse)
-            assert seen(model) == before, stop.place
-            fusions[-1].unmerge()
-            assert seen(model) == before, stop.place
-
-    @pytest.mark.some_cases
-    @pytest.mark.parametrize("family", family_params(SOME_ROWS))
-    def test_an_interrupt_while_forwards_are_put_in_place(self, family: str) -> None:
-        model = an_owners(family)
-        before = seen(model)
-        fused = Fusion(model).merge(TWINS)
-        forwards = fused._forwards
-        assert len(forwards) == forwards_of(family)
-        for stop in range(len(forwards)):
-            fused._forwards = Interrupted(forwards)
-            fused._forwards.stop = stop
-            with pytest.raises(KeyboardInterrupt), fused.applied():
-                raise AssertionError("it has been put in place")
-            assert seen(model) == before
-        fused._forwards = forwards
-        with fused.applied():
-            assert sum("forward" in vars(module) for module in model.modules()) == len(forwards)
-        assert seen(model) == before
-        fused.restore()
-        fused.release()
-        assert seen(model) == before
-
-
-class Interrupted(list[Any]):
-    """Ends with an interrupt, the first time."""
-
-    stop: int | None = None
-
-    def __iter__(self) -> Any:
-        stop, self.stop = self.stop, None
-        if stop is None:
-            yield from super().__iter__()
-            return
-        yield from self[:stop]
-        raise KeyboardInterrupt
 
 
 def test_put_in_place_twice_and_restored_twice() -> None:

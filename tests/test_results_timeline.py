@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import threading
 import time
 from collections import Counter
@@ -13,7 +12,6 @@ import pytest
 import torch
 from support_device_loop import run_over_twins
 from support_families import build
-from support_interrupts import Stop
 from support_kernels import plain
 from support_letter_tokenizers import letter_tokenizer
 from support_parity import assert_parity, counted_tokens, mixed_prompts, pages_of_memory
@@ -21,7 +19,7 @@ from support_timekeeper import Clock, assert_in_order, rows_of
 from support_word_tokenizer import word_tokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_batchllm import BatchGenerator, GenerationInterrupted, RunReport, accelerated
+from hf_batchllm import BatchGenerator, RunReport, accelerated
 from hf_batchllm.engine import call
 from hf_batchllm.engine.device_loop import run_ahead
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
@@ -309,27 +307,6 @@ def test_a_step_that_fails_is_none(error: type[BaseException], at: int, monkeypa
     assert len(timeline) == at - 1
     monkeypatch.undo()
     assert timeline_of(generator.generate(PROMPTS, max_new_tokens=5, **GIVEN).report).steps.sum() > at
-
-
-def test_interrupts_at_any_line() -> None:
-    files = ("engine/loop.py", "timekeeper.py", "timeline.py", "call.py", "generator.py")
-    generator = small(page_size=8)
-    run = lambda: generator.generate(PROMPTS[:7], max_new_tokens=6, **GIVEN)  # noqa: E731
-    every = Stop(0, files)
-    every.during(run)
-    reports = 0
-    for at in random.Random(1).sample(range(1, every.count), 20):
-        try:
-            Stop(at, files).during(run)
-        except GenerationInterrupted as interrupt:
-            report = interrupt.result.report
-            if report is not None:
-                reports += 1
-                # At most the step that was being taken down is missing.
-                assert report.steps - 1 <= report.timeline.steps.sum() <= report.steps
-                assert_in_order(report.timeline, report.seconds)
-    assert reports > 10
-    timeline_of(run().report)
 
 
 @pytest.mark.parametrize("seconds", [-1, 3])

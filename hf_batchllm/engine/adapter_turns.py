@@ -55,7 +55,3 @@ class AdapterTurns:
     def were_switched(self) -> bool:
         """Whether the owner has switched adapters meanwhile, on a model that is used as it is."""
         return self.swap is None and self._active != self._use.active_adapters()
-
-    def restore(self) -> None:
-        if self.swap is not None:
-            self.swap.restore()

@@ -330,8 +330,6 @@ class Call:
     def _leave(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         complete = self._stage is Stage.COMPLETE
         try:
-            if self._adapters is not None:
-                self._adapters.restore()
             if self._graphs is not None:
                 self._graphs.close()
             if self._assistant is not None:
@@ -357,14 +355,9 @@ class Call:
         else:
             self._kv.settle()
 
-    def _let_go_of_the_model(self) -> None:
-        self._use.restore()
-        if self._adapters is not None:
-            self._adapters.restore()
-        self._use.release()
-
     def _abandon(self, refused: bool) -> None:
-        self._let_go_of_the_model()
+        self._use.restore()
+        self._use.release()
         try:
             if self._stage >= Stage.LINED_UP:
                 for request in self.lineup.requests:

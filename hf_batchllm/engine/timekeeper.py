@@ -63,10 +63,8 @@ class Timekeeper:
     def switch(self, phase: str) -> None:
         """Begin a phase, which ends the one before."""
         now = self._clock()
-        # Set `_since` first: time lost to an interrupt in between then appears as the remainder in `timeline()`.
-        passed, self._since = now - self._since, now
-        self._spent[self._phase] += passed
-        self._phase = phase
+        self._spent[self._phase] += now - self._since
+        self._phase, self._since = phase, now
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -12,9 +12,9 @@ import numpy as np
 from ..engine.adapter_turns import AdapterTurns
 from ..engine.call import Call
 from ..engine.extra_outputs import ExtraOutputs
-from ..engine.interrupts import without_frames
 from ..engine.job import Job, JobChecks
 from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
+from ..engine.stream import without_frames
 from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
@@ -108,10 +108,7 @@ class PartGenerator(BatchGenerator):
     def _keyed(self, job: Job) -> list[Prompt]:
         use = ModelInUse(self.model, self.architecture, self.config, self._fusion, self._notices)
         adapters = AdapterTurns(use, job.adapters)
-        try:
-            return adapters.keyed(job.prompts, job.places)
-        finally:
-            adapters.restore()
+        return adapters.keyed(job.prompts, job.places)
 
     # -- parts of a call -----------------------------------------------------------------------------------------
 

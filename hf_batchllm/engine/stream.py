@@ -1,37 +1,13 @@
-"""One call runs at a time; and a stream, which an interrupt leaves without a frame of the call.
-
-An interrupt holds the frames that it came through, and with them the KV cache.
-"""
+"""A stream of results, which an interrupt leaves without a frame of the call: such frames hold the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ..errors import GeneratorBusyError
-from .call import Call
-
-STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
 
 T = TypeVar("T")
-
-
-class Turns:
-    def __init__(self) -> None:
-        self.running = False
-
-    @contextmanager
-    def take(self, make: Callable[[], Call]) -> Iterator[Call]:
-        """The call that is made, while no other one runs."""
-        if self.running:
-            raise GeneratorBusyError(f"{STILL_RUNNING}. One call at a time")
-        try:
-            self.running = True  # no other thread comes between the test above and this
-            with make() as call:
-                yield call
-        finally:
-            self.running = False
 
 
 class Stream(Iterator[T]):
