@@ -329,6 +329,7 @@ class Call:
 
     def _leave(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         complete = self._stage is Stage.COMPLETE
+        self._use.put_back()
         try:
             if self._graphs is not None:
                 self._graphs.close()
