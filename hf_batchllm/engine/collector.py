@@ -4,51 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
-from ..planning.base_scheduler import BaseScheduler
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
-from ..sampling.stopping import Endings
-from .loop import Flight
-from .timekeeper import Timekeeper
+from .loop import Collector, Flight
 
 
-class TokenCollector:
-    """A ``Collector`` that gives each request its tokens.
-
-    answers: the requests of the call. jump: appends what must come next to a request, and says how many tokens.
-    """
+class TokenCollector(Collector):
+    """Gives each request its tokens. ``jump``: appends what must come next to one, and says how many tokens."""
 
     def __init__(
         self,
-        answers: Sequence[Request],
-        scheduler: BaseScheduler,
-        endings: Endings,
-        timekeeper: Timekeeper,
+        *given: Any,
         jump: Callable[[Request], int] | None = None,
         criterias_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         schedulers_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.answers = answers
-        self.scheduler = scheduler
-        self.endings = endings
-        self.timekeeper = timekeeper
+        super().__init__(*given)
         self.jump = jump
         self._criterias_turn = criterias_turn  # while the user's criteria are asked, if there are any
         self._schedulers_turn = schedulers_turn  # while the scheduler is told, where that is the user's
         self.never_run = 0  # tokens that were jumped to at an answer's limit
-        self.idle_tokens = 0
-
-    recomputed = 0
 
     @property
     def decoded(self) -> int:
         return sum(max(request.made - 1, 0) for request in self.answers) - self.never_run
-
-    def late(self) -> list[Request]:
-        return self.endings.late()
 
     def out_of_time(self, late: list[Request]) -> list[Request]:
         for request in late:

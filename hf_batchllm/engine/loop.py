@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..interrupts import act_on_interrupts
 from ..model.batch import ModelBatch
@@ -75,37 +75,42 @@ class Flight:
     steady: bool = True  # whether other steps take as long: nothing was captured meanwhile
 
 
-class Collector(Protocol):
-    """What steps are to the requests of a call, and what comes of them."""
+class Collector(ABC):
+    """What steps are to the requests of a call, and what comes of them. ``answers``: those that the call gives back."""
 
-    idle_tokens: int  # run for requests that had ended before
+    idle_tokens = 0  # run for requests that had ended before
+
+    def __init__(
+        self, answers: Sequence[Request], scheduler: BaseScheduler, endings: Endings, timekeeper: Timekeeper
+    ) -> None:
+        self.answers = answers
+        self.scheduler = scheduler
+        self.endings = endings
+        self.timekeeper = timekeeper
 
     @property
-    def endings(self) -> Endings:
-        """When requests end."""
-
-    @property
-    def answers(self) -> Sequence[Request]:
-        """The requests that the call gives back."""
-
-    @property
+    @abstractmethod
     def decoded(self) -> int:
         """How many tokens that are no prompt's were run for the first time, idle ones not counted."""
 
     @property
     def recomputed(self) -> int:
         """How many tokens that are no prompt's were run again, as far as the cache does not know of it."""
+        return 0
 
+    @abstractmethod
     def launched(self, step: Step, counts: Sequence[int]) -> None:
         """A step is on its way. ``counts``: as ``Flight`` has them."""
 
+    @abstractmethod
     def collect(self, flight: Flight, found: Any) -> tuple[list[Request], int]:
         """Take down what the launcher has found. Gives the answers that end, and how many new tokens there are."""
 
+    @abstractmethod
     def out_of_time(self, late: list[Request]) -> list[Request]:
         """End requests whose time is over. No launched step holds tokens of theirs. Gives the answers that end."""
 
-    def broke_off(self, flight: Flight) -> None:
+    def broke_off(self, flight: Flight) -> None:  # noqa: B027 -- no beam ends unseen
         """The call ends while the step is on its way."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,9 +95,13 @@ class Wiring:
         if drafts is not None:
             scheduler = DraftingScheduler(scheduler, drafts, self.timekeeper)
         criterias_turn = self.runner.control.users_turn if self.job.calls_criteria else nullcontext
-        given = self.requests, scheduler, endings, self.timekeeper, self.jump, criterias_turn, self._schedulers_turn
-        by_host = launcher if isinstance(launcher, AtOnce) else None
-        collector = TokenCollector(*given) if drafts is None else DraftCollector(drafts, by_host, *given)
+        given = self.requests, scheduler, endings, self.timekeeper
+        turns: dict[str, Any] = {"criterias_turn": criterias_turn, "schedulers_turn": self._schedulers_turn}
+        if drafts is None:
+            collector = TokenCollector(*given, jump=self.jump, **turns)
+        else:
+            by_host = launcher if isinstance(launcher, AtOnce) else None
+            collector = DraftCollector(drafts, by_host, *given, jump=self.jump, **turns)
         return self._engine(scheduler, builder, launcher, collector, depth)
 
     def _engine(
@@ -134,7 +139,8 @@ class Wiring:
         scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
         endings = BeamEndings(roots, job.rules, self.began, device, rows=job.rows, scores=scores, ranks=self._ranks)
         builder = self.use.builder(most_times=0 if graphs is None else 1)
-        return self._engine(scheduler, builder, launcher, BeamCollector(scheduler, launcher, endings), depth)
+        collector = BeamCollector(launcher, scheduler, endings, self.timekeeper)
+        return self._engine(scheduler, builder, launcher, collector, depth)
 
     @property
     def _ranks(self) -> TensorRanks:

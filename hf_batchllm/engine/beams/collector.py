@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,10 @@ from ...model.runner import current_device
 from ...planning.requests_and_prefixes import FinishReason, Request
 from ...planning.step import Step
 from ...sampling.stopping import Endings
-from ..loop import Flight
+from ..loop import Collector, Flight
 from .candidates import Candidates
 from .group import BeamGroup
 from .launcher import BeamLauncher
-from .scheduler import BeamScheduler
 
 
 class BeamEndings(Endings):
@@ -51,17 +51,15 @@ class BeamEndings(Endings):
         return stops
 
 
-class BeamCollector:
-    """A ``Collector`` that chooses the next beams among the candidates that the launcher finds."""
+class BeamCollector(Collector):
+    """Chooses the next beams among the candidates that the launcher finds."""
 
-    idle_tokens = 0
+    endings: BeamEndings
 
-    def __init__(self, scheduler: BeamScheduler, launcher: BeamLauncher, endings: BeamEndings) -> None:
-        self.scheduler = scheduler
+    def __init__(self, launcher: BeamLauncher, *given: Any) -> None:
         self.launcher = launcher
-        self.endings = endings
         self.groups = launcher.groups
-        self.answers: Sequence[Request] = _answers(self.groups.values())
+        super().__init__(_answers(self.groups.values()), *given)
         self._beam_tokens = 0  # that were run
         self._decoded = 0  # of these, those run for the first time, up to each group's last choice
 
@@ -76,12 +74,9 @@ class BeamCollector:
     def launched(self, step: Step, counts: Sequence[int]) -> None:
         self._beam_tokens += step.tokens - step.prompt_tokens
 
-    def broke_off(self, flight: Flight) -> None:
-        """No beam ends unseen."""
-
     def collect(self, flight: Flight, found: list[Candidates]) -> tuple[list[Request], int]:
         """Choose each group's next beams and its answers so far. All answers of a prompt end together."""
-        self.launcher.timekeeper.switch("tokens")
+        self.timekeeper.switch("tokens")
         with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it
             over = [group for each in found for group in self.choose(each)]
         return _answers(over), len(_answers(group for each in found for group in each.groups))

@@ -20,8 +20,8 @@ from .drafts import Drafts
 class DraftCollector(TokenCollector):
     """``by_host``: what picks the tokens of drafts, where the host does."""
 
-    def __init__(self, drafts: Drafts, by_host: AtOnce | None, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, drafts: Drafts, by_host: AtOnce | None, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.drafts = drafts
         self.by_host = by_host
 
