@@ -42,6 +42,22 @@ ROOMS = (  # from the top down
 GROUND = ("config", "errors", "installed_versions", "interrupts", "notices", "python_child", "wording", "_version")
 ALONE = ("kernels",)  # import nothing of the library
 WITHOUT_TORCH = ("planning", "results", "ground")
+# A file imports 20 of the library's modules at most. These import more: their numbers may only fall.
+MOST_IMPORTS = 20
+MORE_IMPORTS = {
+    "hf_batchllm.engine.call": 42,
+    "hf_batchllm.generator": 40,
+    "hf_batchllm.engine.wiring": 37,
+    "hf_batchllm.engine.job": 31,
+    "hf_batchllm.pool.generator_pool": 30,
+    "hf_batchllm.pool.rank_generator": 28,
+    "hf_batchllm.ray": 25,
+    "hf_batchllm.model.choose_backend": 23,
+    "hf_batchllm.pool.part_generator": 23,
+    "hf_batchllm.model.architecture": 21,
+}
+# Lines of all modules that a reader of the loop comes to: this number, too, may only fall.
+MOST_LINES_BELOW_THE_LOOP = 19_000
 
 
 @dataclass(frozen=True)
@@ -117,14 +133,31 @@ def upward(root: Path = ROOT) -> list[Import]:
 
 def circles(root: Path = ROOT) -> list[list[str]]:
     """Groups of modules each of which is reached from every other one by imports."""
+    below = _below(root)
+    reached = {name: _reached(name, below) for name in below}
+    tied = [sorted(other for other in reached[name] if name in reached[other]) for name in below]
+    return [list(group) for group in sorted({tuple(group) for group in tied if group})]
+
+
+def test_no_file_imports_ever_more_of_the_others() -> None:
+    found = {name: len(others) for name, others in _below().items() if len(others) > MOST_IMPORTS}
+    assert found == MORE_IMPORTS, "use fewer modules; a number that fell belongs into the table"
+
+
+def test_what_a_reader_of_the_loop_comes_to_does_not_grow() -> None:
+    known, loop = modules(), "hf_batchllm.engine.loop"
+    lines = sum(known[name].read_text("utf-8").count("\n") for name in _reached(loop, _below()) | {loop})
+    assert lines <= MOST_LINES_BELOW_THE_LOOP
+
+
+def _below(root: Path = ROOT) -> dict[str, set[str]]:
+    """The modules that each one imports."""
     known = modules(root)
     below: dict[str, set[str]] = {name: set() for name in known}
     for each in imports(root):
         if each.imported in known and each.imported != each.importer:
             below[each.importer].add(each.imported)
-    reached = {name: _reached(name, below) for name in known}
-    tied = [sorted(other for other in reached[name] if name in reached[other]) for name in known]
-    return [list(group) for group in sorted({tuple(group) for group in tied if group})]
+    return below
 
 
 def _reached(start: str, below: dict[str, set[str]]) -> set[str]:
