@@ -388,14 +388,15 @@ class BatchGenerator:
     def _taking(self) -> Iterator[Call]:
         """A call, while no other one runs."""
         self._refuse_if_closed()
-        if self._is_running:
+        own = self.__dict__  # ``__setattr__`` is Python code, in which another thread or an interrupt may come
+        if own["_is_running"]:
             raise GeneratorBusyError(f"{_STILL_RUNNING}. One call at a time")
         try:
-            self._is_running = True  # no other thread comes between the test above and this
+            own["_is_running"] = True  # nothing comes between the test above and this
             with self._new_call() as call, self.architecture.ranks.failing_together():
                 yield call
         finally:
-            self._is_running = False
+            own["_is_running"] = False
 
     def _new_call(self, **of_several: Any) -> Call:
         """``of_several``: what a call has that several processes run together."""
