@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..interrupts import act_on_interrupts, held_back
 from .swap import Swap
 from .uncompiled import every_module
 
@@ -32,8 +33,11 @@ class AttentionSwap:
 
     def apply(self, name: str) -> None:
         """Until ``restore``, the model uses the attention registered as ``name``, and other threads wait."""
-        self._lock.acquire()
-        self._locked = True
+        while not self._locked:
+            with held_back():
+                self._locked = self._lock.acquire(timeout=0.2)
+            if not self._locked:  # a call of another thread runs: an interrupt need not wait for its end
+                act_on_interrupts()
         self._names.put((config.__dict__, _FIELD, name) for config in self._configs)
 
     @contextmanager
