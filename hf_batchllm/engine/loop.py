@@ -214,10 +214,13 @@ class Engine:
         try:
             flights.append(self._launch(step))
         except Exception as error:
-            if not self.smaller.takes(error, step, lambda: self.launcher.may_repeat(step.sampling())):
+            with self._schedulers_turn():  # the scheduler is told to make smaller steps
+                taken = self.smaller.takes(error, step, lambda: self.launcher.may_repeat(step.sampling()))
+            if not taken:
                 raise
         else:
-            self.smaller.ran()
+            with self._schedulers_turn():
+                self.smaller.ran()
 
     def _launch(self, step: Step) -> Flight:
         began = time.perf_counter()
