@@ -6,6 +6,7 @@ the main thread is interrupted, so only there a handler of ours is installed: th
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def _innermost() -> Interrupts | None:
 
 
 def act_on_interrupts() -> None:
-    """Each layer calls this, and each step in its end."""
+    """Each layer calls this, and the loop before each step."""
     innermost = _innermost()
     if innermost is not None:
         innermost.act()
@@ -107,3 +108,17 @@ def users_handler() -> Iterator[None]:
         yield
     finally:
         ours.begin()
+
+
+def _after_a_fork() -> None:
+    """A new process has none of the threads whose calls would act on what is noted."""
+    handler = signal.getsignal(signal.SIGINT)
+    while isinstance(noting := getattr(handler, "__self__", None), Interrupts):
+        handler = noting._users
+    if handler is not signal.getsignal(signal.SIGINT):
+        signal.signal(signal.SIGINT, handler)
+        _here.innermost = None
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_a_fork)

@@ -26,7 +26,7 @@ class Swap:
 
     def put(self, places: Iterable[Place]) -> None:
         for own, key, value in places:
-            _in_place.add(self)
+            _in_place[self] = None
             self._before.append((own, key, own.get(key, ABSENT)))
             _set(own, key, value)
 
@@ -34,7 +34,7 @@ class Swap:
         while self._before:
             _set(*self._before[-1])
             self._before.pop()
-        _in_place.discard(self)
+        _in_place.pop(self, None)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -52,12 +52,12 @@ def _set(own: dict[str, Any], key: str, value: Any) -> None:
         own[key] = value
 
 
-_in_place: set[Swap] = set()
+_in_place: dict[Swap, None] = {}
 
 
 def _after_a_fork() -> None:
     """A new process has none of the threads that would put back what they have swapped."""
-    for swap in list(_in_place):
+    for swap in reversed(list(_in_place)):  # where one stands upon another
         swap.restore()
 
 

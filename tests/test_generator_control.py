@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from support_untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.patches.attention_swap import AttentionSwap
+from hf_batchllm.patches.swap import Swap, _after_a_fork
 from hf_batchllm.planning.scheduler import GroupScheduler
 
 GIVEN = prompts(count=5)
@@ -191,7 +193,7 @@ def test_processors_have_the_adapter_of_their_prompt() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_process_that_is_forked_within_a_step_has_the_users_model() -> None:
     model: Any = copy.deepcopy(build(FAMILY))
-    names = []
+    names, handler = [], signal.getsignal(signal.SIGINT)
 
     def forks(*_: Any) -> None:
         if names:
@@ -199,7 +201,8 @@ def test_a_process_that_is_forked_within_a_step_has_the_users_model() -> None:
         names.append(model.config._attn_implementation)
         read, write = os.pipe()
         if not (child := os.fork()):
-            os.write(write, model.config._attn_implementation.encode())
+            handlers = "" if signal.getsignal(signal.SIGINT) == handler else ", with a handler of the library's"
+            os.write(write, (model.config._attn_implementation + handlers).encode())
             os._exit(0)
         os.waitpid(child, 0)
         names.append(os.read(read, 99).decode())
@@ -246,6 +249,16 @@ def streams_in_turns(*streams: Iterator[Any]) -> list[list[Any]]:
             else:
                 rows.append(row)
     return found
+
+
+def test_a_process_undoes_swaps_of_one_place_in_their_order() -> None:
+    """The one that stands upon the other first, whichever that is."""
+    for _ in range(20):
+        place, lower, upper = {"key": "the user's"}, Swap(), Swap()
+        lower.put([(place, "key", "lower")])
+        upper.put([(place, "key", "upper")])
+        _after_a_fork()
+        assert place == {"key": "the user's"}
 
 
 def test_two_streams_of_one_model_take_turns() -> None:
