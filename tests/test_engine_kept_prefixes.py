@@ -8,10 +8,12 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from support_calls import answers
 from support_families import FAMILIES
 from support_kernels import plain
@@ -132,17 +134,30 @@ def test_a_change_between_two_calls(change: str) -> None:
     assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == (0 if change in CUSTOM else 24)
 
 
-def test_nothing_is_kept_of_custom_code_and_that_is_said_once() -> None:
+class Louder(ModelHook):
+    def __init__(self, factor: list[float]) -> None:
+        self.factor = factor
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return output * self.factor[0]
+
+
+@pytest.mark.parametrize("of", ["torch", "accelerate"])
+def test_nothing_is_kept_of_hooks_and_that_is_said_once(of: str) -> None:
     generator = keeping(model := FAMILIES["llama"]())
-    factor = [1.0]
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * factor[0])
+    factor, mlp = [1.0], model.model.layers[0].mlp
+    if of == "torch":
+        take_out = mlp.register_forward_hook(lambda module, args, output: output * factor[0]).remove
+    else:
+        add_hook_to_module(mlp, Louder(factor))
+        take_out = partial(remove_hook_from_module, mlp)
     with pytest.warns(UserWarning, match="no prefixes are kept .* runs code or hooks of your own"):
         assert_anew(generator)
     factor[0] = 0.2
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "no prefixes")
         assert_anew(generator)
-    handle.remove()
+    take_out()
     assert [generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens for _ in range(2)] == [0, 24]
 
 

@@ -73,7 +73,8 @@ def place_of_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None
         map(_is_owners, (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()))
     ):
         return "all modules"
-    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
+    noted = "_hf_hook"  # accelerate's, which a module's forward calls
+    hooked = [each for each in modules if each._forward_hooks or each._forward_pre_hooks or noted in each.__dict__]
     if any(any(map(_is_owners, _hooks_of(module))) for module in hooked):
         paths = [path for path, module in model.named_modules() if any(map(_is_owners, _hooks_of(module)))]
         return f"`{paths[0]}`" if paths[0] else "the model"
@@ -81,7 +82,9 @@ def place_of_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None
 
 
 def _hooks_of(module: nn.Module) -> list[Any]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    accelerates = module.__dict__.get("_hf_hook")
+    several = getattr(accelerates, "hooks", [accelerates] if accelerates is not None else [])
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *several]
 
 
 def _is_owners(hook: Any) -> bool:
