@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine import extra_outputs
+from hf_batchllm.engine.extra_outputs import ExtraOutputs
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.kernels.likeliest_torch import likeliest
 from hf_batchllm.sampling import logprobs as logprobs_module
@@ -189,14 +190,20 @@ def test_steps_are_small_where_the_vocabulary_is_large(
     assert least <= max(sizes) <= most
 
 
-def test_nothing_is_held_of_prompts_that_were_handed_out() -> None:
+def test_nothing_is_held_of_prompts_that_were_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ExtraOutputs] = []
+
+    class Noted(ExtraOutputs):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr("hf_batchllm.generator.ExtraOutputs", Noted)
     generator = BatchGenerator(build(FAMILY), kv_memory=pages_of_memory(build(FAMILY), 10, 8), page_size=8)
     prompts = random_prompts(random.Random(1), 97, "distinct", 12)
     stream = generator.stream(prompts, max_new_tokens=3, logprobs=1, prompt_logprobs=1)
     for count, _ in enumerate(stream, start=1):
-        running = generator._turns.running
-        assert running is not None and running.call is not None
-        outputs = running.call.outputs
+        (outputs,) = made
         assert outputs._prompts is not None and outputs._new_tokens is not None
         assert len(outputs._prompts._chains) == len(prompts) - count
         assert len(outputs._prompts._known) <= len(prompts) - count
