@@ -1,7 +1,8 @@
-"""Ctrl-C at any line of the library, hit on purpose."""
+"""Calls that are broken off: by Ctrl-C at any line of the library, hit on purpose, or by whoever leaves a stream."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -11,14 +12,54 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from support_untouched import NEW_TOKENS, prompts
+import pytest
+from support_families import build
+from support_parity import assert_parity
+from support_untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 import hf_batchllm
 from hf_batchllm import BatchGenerator, GenerationInterrupted
+from hf_batchllm.patches.attention_swap import AttentionSwap
 
 GIVEN = prompts(count=7)
 
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, list[int]]:
+    """What each prompt of ``GIVEN`` becomes."""
+    result = BatchGenerator(build(FAMILY)).generate(GIVEN, **OPTIONS)
+    assert_parity(FAMILY, GIVEN, result, NEW_TOKENS)
+    return tokens(result)
+
+
+@cache
+def the_swap() -> AttentionSwap:
+    """Of the model. Its lock lives as long as a swap does: this one is that of every call."""
+    return AttentionSwap(build(FAMILY))
+
+
+def make(keep: int = 0) -> BatchGenerator:
+    the_swap()
+    # A small budget spreads the prompts over many steps, so that some have finished when others begin.
+    return BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8, min_shared_tokens=4, keep_prefixes=keep)
+
+
+def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int, list[int]]) -> None:
+    assert fingerprint(build(FAMILY)) == before
+    with contextlib.suppress(RuntimeError):
+        the_swap()._lock.release()
+        raise AssertionError("the model's lock is still held")
+    if generator._kv.cache is not None:  # kept prefixes, and nothing else
+        generator._kv.cache.check_integrity(alive=[])
+    result = generator.generate(GIVEN, **OPTIONS)
+    assert tokens(result) == expected
+
+
+def tokens(outcome: Any) -> dict[int, list[int]]:
+    rows = outcome.result if isinstance(outcome, GenerationInterrupted) else outcome
+    return {row.index: row.token_ids for row in rows}
 
 
 class Stop:
