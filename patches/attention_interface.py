@@ -173,8 +173,4 @@ def context_in_use() -> AttentionContext | None:
     return _context.get()
 
 
-def use_context(context: AttentionContext | None) -> None:
-    _context.set(context)
-
-
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

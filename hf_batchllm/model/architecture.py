@@ -20,11 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
 from ..inputs.base_model import base_model
-from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context
-from ..patches.attention_swap import AttentionSwap
+from ..patches.attention_interface import ATTENTION_NAME, AttentionCall
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
-from ..patches.state_functions import StateFunctions, state_context
-from ..patches.uncompiled import Uncompiled, every_module
+from ..patches.uncompiled import every_module
 from .architecture_refusals import (
     refuse_dropped_layers,
     refuse_equal_numbers,
@@ -44,6 +42,7 @@ from .state_layers import StateNotes, attention_expected, layer_kinds, refuse_by
 from .state_storage import StateShape
 from .tensor_ranks import TensorRanks
 from .token_by_token import TokenByToken
+from .trial_passes import attended_by
 from .unpacking import unpack
 
 _BYPASSES = (
@@ -345,14 +344,7 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str, selects_
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     states = None if notes.takes_masks else notes.states  # with a cache, states are carried in it
-    with (
-        torch.no_grad(),
-        AttentionSwap(model).applied(attention),
-        Uncompiled(every_module(model)).applied(),
-        StateFunctions(model).applied(),
-        attention_context(notes),
-        state_context(states),
-    ):
+    with attended_by(model, every_module(model), attention, notes, states):
         # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
         # meta device there are none to read.
         # As the engine runs it: a few classes hand `logits_to_keep` on to their attention, and with a number of

@@ -19,9 +19,8 @@ from ..patches.attention_interface import (
     ATTENTION_NAME,
     CACHE_NAME,
     AttentionCall,
+    AttentionContext,
     attention_context,
-    context_in_use,
-    use_context,
 )
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME
@@ -29,11 +28,10 @@ from ..patches.state_functions import (
     Convolution,
     DeltaRule,
     SelectiveScan,
+    StateContext,
     StateFunctions,
     StateSpace,
     state_context,
-    states_in_use,
-    use_states,
 )
 from ..patches.uncompiled import Uncompiled
 from ..planning.requests_and_prefixes import NO_SLOT
@@ -48,28 +46,34 @@ def each_by_itself(
     model: PreTrainedModel, modules: Sequence[nn.Module], attention: str = ATTENTION_NAME
 ) -> Iterator[None]:
     """While the block runs, the model runs with an attention in which tokens do not see each other."""
-    swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
-    compiled, functions, states = Uncompiled(modules), StateFunctions(model), states_in_use()
     takes_masks = attention == MASK_PROBE_NAME  # then it runs with a cache, which carries states
-    try:
-        with (
-            random_numbers_kept(model),
-            torch.no_grad(),
-            swap.applied(attention),
-            compiled.applied(),
-            _buffers_kept(modules),
-            attention_context(_EachByItself(takes_masks)),
-            functions.applied(),
-            state_context(None if takes_masks else _StatesEachByItself()),
-        ):
-            yield
-    finally:  # once more: an interrupt may have come while the block above restored things
-        functions.restore()
-        use_states(states)
-        compiled.restore()
-        swap.restore()
-        torch.set_grad_enabled(grad_mode)
-        use_context(context)
+    states = None if takes_masks else _StatesEachByItself()
+    with (
+        random_numbers_kept(model),
+        attended_by(model, modules, attention, _EachByItself(takes_masks), states),
+        _buffers_kept(modules),
+    ):
+        yield
+
+
+@contextmanager
+def attended_by(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    attention: str,
+    context: AttentionContext,
+    states: StateContext | None,
+) -> Iterator[None]:
+    """While the block runs, ``context`` attends in the model, ``states`` carries its states. Nothing is compiled."""
+    with (
+        torch.no_grad(),
+        AttentionSwap(model).applied(attention),
+        Uncompiled(modules).applied(),
+        StateFunctions(model).applied(),
+        attention_context(context),
+        state_context(states),
+    ):
+        yield
 
 
 def random_numbers_kept(model: PreTrainedModel) -> AbstractContextManager[None]:
