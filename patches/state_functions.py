@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +23,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..interrupts import act_on_interrupts
+from .swap import Swap, count_lock, in_place
 from .unmodified import code_home
 
 Function = Callable[..., Any]
@@ -119,11 +118,6 @@ def state_context(context: StateContext | None) -> Iterator[None]:
 def states_in_use() -> StateContext | None:
     """The pass of this thread, if it runs a step."""
     return _context.get()
-
-
-def use_states(context: StateContext | None) -> None:
-    """Set what ``states_in_use`` gives: after an interrupt, what it gave before."""
-    _context.set(context)
 
 
 class _Given:
@@ -298,9 +292,6 @@ def _is_own(function: Any) -> bool:
 
 
 _OWN = "_hf_batchllm_own"  # what a stand-in keeps: the function in whose place it is
-_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _applied: dict[
     tuple[int, str], tuple[int, Function]
 ] = {}  # by module and name: how often applied, and the own function
@@ -316,37 +307,31 @@ def _unwrapped(function: Function) -> Function:
     return own
 
 
-class StateFunctions:
+class StateFunctions(Swap):
     """The stand-ins for one model's mixers. Modules of transformers hold them for all models, so each is counted."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         classes = {type(module) for _, module, _ in mixers(model)}
         called = [(cls, name) for cls in classes for name in _called_by(cls, (*_STAND_INS, *_IN_TRAINING))]
         self._places = [(inspect.unwrap(cls.forward).__globals__, name) for cls, name in called]
         self._entered: list[tuple[dict[str, Any], str]] = []
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        try:
-            self.apply()
-            yield
-        finally:
-            self.restore()
-
     def apply(self) -> None:
+        in_place[self] = None
         for place, name in self._places:
             self._entered.append((place, name))
             self._enter(place, name)
 
     def restore(self) -> None:
-        """Take out what ``apply`` has put in place. May be called again and again."""
         while self._entered:
             self._leave(*self._entered[-1])
             self._entered.pop()
+        in_place.pop(self, None)
 
     @staticmethod
     def _enter(place: dict[str, Any], name: str) -> None:
-        with _lock:
+        with count_lock:
             own = _unwrapped(place[name])  # an interrupt may have left a stand-in there
             count, _ = _applied.get((id(place), name), (0, own))
             if place[name] is own:
@@ -355,7 +340,7 @@ class StateFunctions:
 
     @staticmethod
     def _leave(place: dict[str, Any], name: str) -> None:
-        with _lock:
+        with count_lock:
             count, own = _applied.get((id(place), name), (0, _unwrapped(place[name])))
             if count > 1:
                 _applied[id(place), name] = count - 1, own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class Swap:
 
     def put(self, places: Iterable[Place]) -> None:
         for own, key, value in places:
-            _in_place[self] = None
+            in_place[self] = None
             self._before.append((own, key, own.get(key, ABSENT)))
             _set(own, key, value)
 
@@ -34,7 +35,7 @@ class Swap:
         while self._before:
             _set(*self._before[-1])
             self._before.pop()
-        _in_place.pop(self, None)
+        in_place.pop(self, None)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -52,12 +53,14 @@ def _set(own: dict[str, Any], key: str, value: Any) -> None:
         own[key] = value
 
 
-_in_place: dict[Swap, None] = {}
+in_place: dict[Swap, None] = {}  # each that has put something in and has not taken it out
+count_lock = threading.RLock()  # held by those that count how many have put the same thing into one place
 
 
 def _after_a_fork() -> None:
     """A new process has none of the threads that would put back what they have swapped."""
-    for swap in reversed(list(_in_place)):  # where one stands upon another
+    count_lock._at_fork_reinit()  # type: ignore[attr-defined]
+    for swap in reversed(list(in_place)):  # where one stands upon another
         swap.restore()
 
 

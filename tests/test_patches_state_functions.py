@@ -14,6 +14,7 @@ from support_state_mixers import HIDDEN, MIXERS, Twins, mixer_of, run
 
 from hf_batchllm.errors import UnsupportedModelError
 from hf_batchllm.patches.state_functions import StateFunctions, mixers, state_context
+from hf_batchllm.patches.swap import _after_a_fork
 
 pytestmark = plain
 # A sequence: its tokens. Steps: (sequence, tokens, slot that its state comes from, slot that it goes to).
@@ -68,6 +69,18 @@ def test_two_models_and_an_error_leave_no_trace() -> None:
         with pytest.raises(ZeroDivisionError), StateFunctions(other).applied():
             _ = 1 // 0
         assert functions_of(mixer) == inside and inside["causal_conv1d_fn"] is not before["causal_conv1d_fn"]
+    assert functions_of(mixer) == before
+
+
+def test_a_forked_process_has_the_own_functions() -> None:
+    """It has none of the threads that would put them back."""
+    mixer = mixer_of("mamba2")
+    before, swap = functions_of(mixer), StateFunctions(mixer)
+    swap.apply()
+    assert functions_of(mixer) != before
+    _after_a_fork()
+    assert functions_of(mixer) == before
+    swap.restore()
     assert functions_of(mixer) == before
 
 
