@@ -24,7 +24,8 @@ from ..model.batch_builder import BatchBuilder
 from ..model.device_memory import DeviceMemory, is_out_of_memory
 from ..model.kv_storage import KVStorage
 from ..model.owners_state import not_in_graphs
-from ..model.runner import ModelRunner, current_device
+from ..model.runner import ModelRunner
+from ..model.transfers import current_device
 from ..model.triton_attention import TritonBackend
 from ..patches.attention_interface import autocast_dtype
 from ..patches.uncompiled import every_module

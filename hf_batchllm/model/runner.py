@@ -24,11 +24,7 @@ from .control import ModelControl
 from .image_features import ImageFeatures
 from .kept_autocast import KeptAutocast
 from .state_step import StateKernels, StateStep
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes ``device`` the current one: Triton launches there, wherever the tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+from .transfers import current_device
 
 
 class ModelRunner:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
 from ..kernels.work_lists import sent
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes ``device`` the current one: Triton launches there, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

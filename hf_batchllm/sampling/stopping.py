@@ -15,9 +15,8 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..inputs.processors_and_criteria import CRITERIA, call_factory, callable_name, say_where
-from ..model.runner import current_device
 from ..model.tensor_ranks import TensorRanks
-from ..model.transfers import to_device
+from ..model.transfers import current_device, to_device
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..wording import either
 from .nothing_to_draw import NothingToDrawError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...model.runner import current_device
+from ...model.transfers import current_device
 from ...planning.requests_and_prefixes import FinishReason, Request
 from ...planning.step import Step
 from ...sampling.stopping import Endings
