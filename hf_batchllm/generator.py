@@ -1,62 +1,32 @@
-"""The front door: checks what comes in, runs one call at a time, hands the results out."""
+"""The front door: what a user calls, and what it says of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
 
 from .config import BatchConfig
-from .engine.call import Call
-from .engine.drafts.assistant_model import Assistants
-from .engine.extra_outputs import ExtraOutputs
-from .engine.job import Job, JobChecks
-from .engine.kv_memory import KVMemory
-from .engine.scoring.score_call import ScoreJob, ScoreOutputs
-from .engine.stream import Stream
-from .engine.tensor_results import as_tensors
-from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of, with_texts
-from .errors import GenerationInterrupted, GeneratorBusyError
+from .engine.checks import JobChecks
+from .engine.scoring.score_calls import ScoreCalls
+from .engine.unfinished import with_texts
 from .inputs.adapters import AS_IT_IS
-from .inputs.base_model import base_model, without_compile
 from .inputs.config_fields import ConfigFields, shows_config_fields
-from .inputs.garbage_collection import FullCollectionsPaused
 from .inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
-from .inputs.option_checks import check_progress
-from .inputs.padded_batch import take_padded
-from .inputs.preparing import bars_wanted
 from .inputs.seeds import Seeds
 from .inputs.short_tracebacks import with_short_tracebacks
-from .inputs.tokenizer import TokenizerLoader
 from .installed_versions import warn_of_versions
-from .model.architecture import inspect_model, look_again
-from .model.choose_backend import check_backend
-from .model.device_memory import is_device_error
-from .model.invariance import refuse_what_varies
-from .model.owners_warnings import warn_of_compiled
-from .notices import Notices
 from .patches.first_calls import call_functions_once
-from .patches.fusion import Fusion
-from .planning.requests_and_prefixes import Request
-from .planning.sharing import make_plan
-from .results.dataframes import index_of
 from .results.generations import BatchResult, Generation
 from .results.missing_names import OF_A_GENERATOR, no_such
-from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
-from .sampling.earlier_answers import EarlierAnswers
-
-T = TypeVar("T")
-_STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
 
 
-class BatchGenerator:
+class BatchGenerator(ScoreCalls):
     """Generates for a whole list of prompts at once, with the transformers model that you already hold.
 
         gen = BatchGenerator(model, tokenizer)
@@ -73,10 +43,6 @@ class BatchGenerator:
     ``architecture``: what was read off the model: its layers, heads and attention.
     """
 
-    _kind_of_checks = JobChecks  # decides whether a call can be served
-    _logprobs_of_scores = False  # True: `logprobs` are of what tokens are drawn from, after processors
-    _at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
-
     @shows_config_fields
     @with_short_tracebacks
     def __init__(
@@ -85,24 +51,7 @@ class BatchGenerator:
         self._config = BatchConfig.of(config, dict(fields))
         warn_of_versions()
         call_functions_once()
-        self._notices = Notices()
-        given, model = model, without_compile(model)
-        self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
-        self._checks = self._kind_of_checks(model, self._tokenizer, self._notices)
-        self._model = model
-        self.architecture = inspect_model(model)
-        if model is not given:
-            warn_of_compiled(base_model(model), self._notices)
-        refuse_what_varies(model, self.architecture, self.config)
-        check_backend(self.config, self.architecture.device, self._notices)
-        self._earlier = EarlierAnswers()
-        self._assistants = Assistants(self._notices)
-        self._kv = KVMemory(model, self.architecture, self.config, self._notices)
-        self._fusion = Fusion(model)
-        self.last_report: RunReport | None = None
-        self.interrupted: BatchResult | ScoreResult | None = None
-        self._is_running = False
-        self._closed = False
+        super().__init__(model, tokenizer, self._config)
 
     @property
     def model(self) -> nn.Module:
@@ -188,42 +137,7 @@ class BatchGenerator:
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
-        finished = FinishedGenerations()
-        body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
-        return self._collected(body, finished)
-
-    def _generate(
-        self,
-        finished: FinishedGenerations,
-        prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: Seeds | None,
-        on_error: str,
-        progress: bool | None,
-        generate_kwargs: dict[str, Any],
-    ) -> Any:
-        check_progress(progress)
-        with self._taking() as call:
-            padded = take_padded(prompts, generate_kwargs)
-            given = prompts if padded is None else padded
-            with bars_wanted(progress, call.timekeeper.during):
-                job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
-            finished.expected, finished.index, self.interrupted = job.sequences, index_of(prompts), None
-            outputs = ExtraOutputs(job.options, self._logprobs_of_scores)
-            with bars_wanted(progress):
-                call.begin(job, outputs, strict=on_error == "raise")
-            try:
-                with call.progress(progress) as bar:
-                    for request in call.run(bar.step):
-                        generation = self._generation(request, call, outputs, decode=padded is None)
-                        finished.results[request.index, request.sample] = generation
-                        bar.finish(request)
-            finally:
-                self.last_report = finished.report = self._report(call)
-        rows = finished.results | {(failure.index, failure.sample): failure for failure in job.failures()}
-        result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._tokenizer.decode_if_loaded)
-        result._index = finished.index
-        return result if padded is None else as_tensors(padded, result, job.options[0], call)
+        return self._generated(prompts, generation_config, seed, on_error, progress, generate_kwargs)
 
     @shows_options
     @with_short_tracebacks
@@ -243,29 +157,7 @@ class BatchGenerator:
         ``progress=True`` only. A stream keeps nothing in ``interrupted``, as each result was handed out: put them into
         a list as they come. An interrupt raises a plain KeyboardInterrupt.
         """
-        options = dict(generate_kwargs)
-        with self._taking(), bars_wanted(progress or False):
-            if take_padded(prompts, options) is not None:
-                raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-            job = self._checks.job(self.architecture, prompts, generation_config, seed, on_error, options)
-        return Stream(partial(self._streamed, job, on_error == "raise", progress or False))
-
-    def _streamed(self, job: Job, strict: bool, progress: bool) -> Generator[Generation, None, None]:
-        with self._taking() as call:
-            self.interrupted = None
-            outputs = ExtraOutputs(job.options, self._logprobs_of_scores)
-            with bars_wanted(progress):
-                call.begin(job, outputs, strict)
-            yield from job.failures()
-            try:
-                with call.progress(progress) as bar:
-                    for request in call.run(bar.step):
-                        bar.finish(request)
-                        generation = self._generation(request, call, outputs)
-                        with call.owner_in_control():
-                            yield generation
-            finally:
-                self.last_report = self._report(call)
+        return self._stream_of(prompts, generation_config, seed, on_error, progress or False, dict(generate_kwargs))
 
     @with_short_tracebacks
     def score(
@@ -296,35 +188,8 @@ class BatchGenerator:
         continuation's first token. After token ids and chats, continuations are encoded by themselves, without special
         tokens.
         """
-        finished = FinishedScores()
         given = contexts, continuations, choices, on_error, adapter, chat_options
-        body = partial(self._score, finished, given, on_error == "raise", progress)
-        return self._collected(body, finished)
-
-    def _score(
-        self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None
-    ) -> ScoreResult:
-        check_progress(progress)
-        with self._taking() as call:
-            with bars_wanted(progress, call.timekeeper.during):
-                inputs = self._checks.scores(self.architecture, *given)
-            job = ScoreJob.of(inputs)
-            finished.inputs, finished.expected, self.interrupted = inputs, len(inputs.items), None
-            finished.index = index_of(given[1] if given[0] is None else given[0])
-            outputs = ScoreOutputs(job)
-            with bars_wanted(progress), job.problems_named():
-                call.begin(job.job, outputs, strict)
-            try:
-                with call.progress(progress) as bar:
-                    for request in call.run(bar.step):
-                        scores = list(outputs.scores(request, self._tokenizer.decode, call.adapter_for(request.index)))
-                        finished.results.update({(score.index, score.choice): score for score in scores})
-                        bar.finish(request, len(scores))
-            finally:
-                self.last_report = finished.report = self._report(call)
-        result = ScoreResult([*finished.results.values(), *job.failures()], finished.report)
-        result._index = finished.index
-        return result
+        return self._scored(given, on_error == "raise", progress)
 
     @with_short_tracebacks
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:
@@ -332,41 +197,7 @@ class BatchGenerator:
 
         ``adapter``, and options of prompts such as ``tools`` and ``max_prompt_tokens``: as for ``generate``.
         """
-        self._refuse_if_closed()
-        prepared = self._checks.prompts_to_plan(self.architecture, prompts, adapter, prompt_options)
-        plan = make_plan(prepared, self.config, 1)
-        plan.add_labels(prepared, self._tokenizer.decode_if_loaded)
-        return plan
-
-    def close(self) -> None:
-        """Give back all memory that is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._is_running:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}, then close()")
-        self._kv.close()
-        self._earlier.forget()
-        self._fusion.unmerge()
-        self._assistants.close()
-        self.architecture.ranks.close()
-        self._closed = True
-
-    def forget_prefixes(self) -> None:
-        """Drop the prefixes kept from earlier calls.
-
-        Needed after a change that cannot be seen: inside a hook of your own, say, if it does nothing to most tokens.
-        """
-        if self._is_running:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}, then forget_prefixes()")
-        self._kv.clear()
-
-    def __enter__(self) -> BatchGenerator:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            self.close()
-        except Exception as error:
-            if kind is None or not (isinstance(error, GeneratorBusyError) or is_device_error(error)):
-                raise  # otherwise an error is on its way that says more
+        return self._planned(prompts, adapter, prompt_options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # copy.copy, copy.deepcopy, pickle
         raise TypeError(
@@ -378,75 +209,6 @@ class BatchGenerator:
         state = "closed" if self._closed else f"{self.architecture.layers} layers on {self.architecture.device}"
         return f"BatchGenerator({self.architecture.name}, {state})"
 
-    # -- checks ------------------------------------------------------------------------------------------------
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise GeneratorBusyError("this BatchGenerator is closed: make a new one for the model")
-
-    @contextmanager
-    def _taking(self) -> Iterator[Call]:
-        """A call, while no other one runs."""
-        self._refuse_if_closed()
-        own = self.__dict__  # ``__setattr__`` is Python code, in which another thread or an interrupt may come
-        if own["_is_running"]:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}. One call at a time")
-        try:
-            own["_is_running"] = True  # nothing comes between the test above and this
-            with self._new_call() as call, self.architecture.ranks.failing_together():
-                yield call
-        finally:
-            own["_is_running"] = False
-
-    def _new_call(self, **of_several: Any) -> Call:
-        """``of_several``: what a call has that several processes run together."""
-        self.last_report = None
-        with self.architecture.ranks.failing_together(ends=False):
-            self.architecture = self._kv.architecture = look_again(self.architecture, self.model)
-        return Call(
-            self.model,
-            self.architecture,
-            self.config,
-            self._kv,
-            self._notices,
-            self._fusion,
-            self._earlier,
-            self._assistants,
-            **of_several,
-        )
-
-    # -- results -----------------------------------------------------------------------------------------------
-
-    def _collected(self, body: Callable[[], T], finished: Finished[Any]) -> T:
-        """What ``body`` gives; after an interrupt, what has ``finished`` by then is kept."""
-        try:
-            with FullCollectionsPaused():
-                return body()
-        except KeyboardInterrupt:
-            pass  # what is raised below is without the frames that it came through
-        except BaseException as error:
-            self._keep(finished, error)
-            raise
-        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
-
-    def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
-        text = self._tokenizer.decode(request.generated) if decode else None
-        prompt, adapter = call.job.prompt_as_passed(request.index), call.adapter_for(request.index)
-        return outputs.generation(request, text, prompt, adapter)
-
-    def _keep(self, finished: Finished[Any], error: BaseException) -> None:
-        """An error has broken a call off: what had finished goes with it. Before the first step there is nothing."""
-        if finished.report is not None:
-            self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-            attach(error, self.interrupted, note_of(len(finished.results), finished.expected, self._at_hand))
-
-    def _report(self, call: Call) -> RunReport | None:
-        report = call.report()
-        if report is not None:
-            report.plan.add_labels(call.plan.prompts, self._tokenizer.decode_if_loaded)
-        return report
-
 
 class DoorGenerator(BatchGenerator):
     """Behind a trainer, a pipeline or ``accelerated``, where nobody holds it, and texts are made by whoever wants them.
@@ -456,6 +218,7 @@ class DoorGenerator(BatchGenerator):
 
     _logprobs_of_scores = True
     _at_hand = False
+    _decodes = False
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, config: BatchConfig, checks: type[JobChecks] = JobChecks
@@ -471,6 +234,3 @@ class DoorGenerator(BatchGenerator):
         """With a text for each answer."""
         decode = self._tokenizer.decode_if_loaded
         return BatchResult(with_texts(result, decode), result.report, decode)
-
-    def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
-        return super()._generation(request, call, outputs, decode=False)

@@ -24,7 +24,7 @@ from support_families import build
 from support_parity import cache_of, prove_caches
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.engine import wiring
+from hf_batchllm.engine import picking
 from hf_batchllm.engine.beams import scheduler
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.state_storage import StateStorage
@@ -200,7 +200,7 @@ def clock_of(patch: pytest.MonkeyPatch, each_step: float = 0.0) -> list[float]:
 
 def take_turns(patch: pytest.MonkeyPatch) -> None:
     """From here on there are two steps on their way, however few rows they have."""
-    patch.setitem(wiring._DEPTH, "cpu", 2)
+    patch.setitem(picking.DEPTH, "cpu", 2)
     patch.setattr(scheduler, "TURNS_FROM", 1)
 
 

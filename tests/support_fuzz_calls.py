@@ -49,7 +49,7 @@ def running_as(case: Case) -> Iterator[None]:
             if case.config.get("invariant"):
                 multiply_in_blocks(patch)
                 if not case.exact:
-                    patch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+                    patch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)
         yield
 
 
@@ -70,7 +70,7 @@ def multiply_in_blocks(patch: pytest.MonkeyPatch) -> None:
         return torch.cat([rows.new_empty(0, len(weight)), *made])[: len(rows)].view(*x.shape[:-1], len(weight))
 
     patch.setattr(torch.nn.functional, "linear", linear)
-    for module in ("generator", "model.model_in_use"):  # which would refuse that as an owner's code
+    for module in ("engine.resources", "model.model_in_use"):  # which would refuse that as an owner's code
         patch.setattr(f"hf_batchllm.{module}.refuse_what_varies", lambda *_: None)
 
 
@@ -106,8 +106,8 @@ class Calls:
         pages = max(1, longest // config.get("page_size", 64))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ModelRunner, "_step", _begin)
-            patch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
-            patch.setattr("hf_batchllm.engine.call.try_wide_passes", lambda *_: None)
+            patch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)
+            patch.setattr("hf_batchllm.engine.look.try_wide_passes", lambda *_: None)
             for _ in range(_MOST_TRIES):
                 with BatchGenerator(self.model, models.words(), **config, kv_memory=pages * page) as trial:
                     try:

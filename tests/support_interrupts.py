@@ -51,8 +51,8 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int,
     with contextlib.suppress(RuntimeError):
         the_swap()._lock.release()
         raise AssertionError("the model's lock is still held")
-    if generator._kv.cache is not None:  # kept prefixes, and nothing else
-        generator._kv.cache.check_integrity(alive=[])
+    if generator._resources.kv.cache is not None:  # kept prefixes, and nothing else
+        generator._resources.kv.cache.check_integrity(alive=[])
     result = generator.generate(GIVEN, **OPTIONS)
     assert tokens(result) == expected
 
@@ -131,8 +131,10 @@ def _called_by(frame: FrameType) -> str:
 CRITICAL = (
     "contextlib.py",
     "hf_batchllm/generator.py",
+    "engine/calls.py",
     "engine/call.py",
     "engine/call_memory.py",
+    "engine/resources.py",
     "hf_batchllm/interrupts.py",
     "engine/stream.py",
     "model/control.py",

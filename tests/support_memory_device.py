@@ -131,6 +131,6 @@ def tight(device: Device, prompts: list[list[int]], part: float, model: Any = No
     with BatchGenerator(model or build(FAMILY), page_size=PAGE) as generator:
         listed: list[Any] = [SimpleNamespace(ids=prompt) for prompt in prompts]
         pages = pages_at_once(listed, generator.plan(prompts), [NEW_TOKENS] * len(prompts), PAGE)
-        device.size = int(pages * generator._kv.page_bytes * part)
+        device.size = int(pages * generator._resources.kv.page_bytes * part)
     device.trims = 0
     return prompts

@@ -80,7 +80,7 @@ def test_prefixes_are_kept_and_found(family: str) -> None:
             assert assert_as_generate(Case(family, PROMPTS, OPTIONS), model, each) <= 1
         assert family != FAMILY or result.token_ids == first.token_ids
         assert result.report.cached_tokens == len(PREFIX) - 1
-        generator._kv.cache.check_integrity([])
+        generator._resources.kv.cache.check_integrity([])
 
 
 # -- the scheduler alone ---------------------------------------------------------------------------------------

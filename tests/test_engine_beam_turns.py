@@ -169,7 +169,7 @@ def test_after_an_interrupt_nothing_is_left(watched: Watched, monkeypatch: pytes
     assert {each.index for each in caught.value.result} == {0, 1}
     report = generator.last_report
     assert report.recomputed_tokens == 0 and report.timeline.steps.sum() == report.steps
-    assert generator._kv.cache is None
+    assert generator._resources.kv.cache is None
     watched._flying.clear()
     assert generator.generate(PROMPTS[:1], **OPTIONS).token_ids
 

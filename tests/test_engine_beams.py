@@ -241,12 +241,12 @@ def test_after_an_interrupt_all_pages_are_free(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(GenerationInterrupted) as caught:
             generator.generate(PROMPTS, lengths)
     assert [each.index for each in caught.value.result] == [0, 1]
-    assert generator._kv.cache is None
+    assert generator._resources.kv.cache is None
     assert generator.generate(PROMPTS[:1], **OPTIONS).token_ids
     stream = generator.stream(PROMPTS, lengths)
     next(stream)
     stream.close()
-    assert generator._kv.cache is None
+    assert generator._resources.kv.cache is None
 
 
 def test_nothing_was_computed_again_where_a_call_ends_half_way(monkeypatch: pytest.MonkeyPatch) -> None:

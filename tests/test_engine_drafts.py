@@ -176,12 +176,12 @@ def test_answers_of_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         with BatchGenerator(build("llama")) as generator:
             first = generator.generate(PROMPTS, **options, **asked)
             again = generator.generate(PROMPTS[::-1], **options, **asked)
-            kept = generator._earlier.tokens
+            kept = generator._resources.earlier.tokens
             assert kept > 0
             others = generator.generate([[*each, 5] for each in PROMPTS], **options, **asked)
         if not options:
             assert told(again)[::-1] == told(first)
-        assert generator._earlier.tokens == 0, "none is kept by a generator that was closed"
+        assert generator._resources.earlier.tokens == 0, "none is kept by a generator that was closed"
         ours, theirs = again.report, first.report
         assert ours.accepted_tokens > 1.5 * max(theirs.accepted_tokens, others.report.accepted_tokens) or options
         assert ours.steps < 0.6 * theirs.steps or options

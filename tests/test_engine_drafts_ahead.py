@@ -100,7 +100,7 @@ def test_over_plain_pytorch(refused: bool, family: str, monkeypatch: pytest.Monk
             "hf_batchllm.model.model_in_use.make_backend",
             lambda config, device, storage, _: TorchBackend(storage, device),
         )
-        monkeypatch.setattr("hf_batchllm.engine.wiring.graphs_for", lambda *_: None)
+        monkeypatch.setattr("hf_batchllm.engine.launchers.graphs_for", lambda *_: None)
     assert_same(*both("cpu", monkeypatch, {}, family=family))
 
 
@@ -191,7 +191,7 @@ def test_lists_are_made_once_for_many_steps(
 def test_to_the_last_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_over_twins(monkeypatch)
     multiply_in_blocks(monkeypatch)
-    monkeypatch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)
     options = ENDS | {"max_new_tokens": 120, "logprobs": 1}
     plain, drafted = both("cpu", monkeypatch, {"invariant": True}, 0.5, family=family, guessed=3, **options)
     assert_same(plain, drafted)

@@ -159,7 +159,7 @@ def on_a_gpu(patch: pytest.MonkeyPatch, in_blocks: bool = False) -> None:
     run_over_twins(patch)
     if in_blocks:
         multiply_in_blocks(patch)
-    patch.setattr("hf_batchllm.engine.call.refuse_by_trial", lambda *_: None)
+    patch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)
 
 
 @pytest.mark.parametrize("prepared", [True, False])

@@ -55,7 +55,7 @@ def test_the_cache_takes_what_steps_leave(
     generator = BatchGenerator(build(FAMILY), page_size=PAGE, max_batch_tokens=100, cuda_graphs=graphs)
     result = generate(generator, prompts)
     left = device.size - 1.1 * device.step * (1 + graphs)
-    assert left - generator._kv.page_bytes < result.report.kv_memory <= left
+    assert left - generator._resources.kv.page_bytes < result.report.kv_memory <= left
     assert rehearsed[0] == 100 and (len(rehearsed) > 1) == graphs
     assert_parity(FAMILY, prompts, result, NEW_TOKENS)
 
@@ -111,8 +111,8 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
     if each in (0, 500):
         assert len(asked) == 1
     if each == 5000:
-        pages = memory // generator._kv.page_bytes
-        assert pages > (device.size - asked[0][1]) // generator._kv.page_bytes
+        pages = memory // generator._resources.kv.page_bytes
+        assert pages > (device.size - asked[0][1]) // generator._resources.kv.page_bytes
         assert memory + max(taken for most, taken in asked if most <= pages + 1) <= device.size
 
 

@@ -42,10 +42,10 @@ def test_a_smaller_cache_is_taken_and_that_is_said_once(failures: int, device: D
     with pytest.warns(UserWarning, match=r"KV cache has .* instead of the .* that were planned: cpu had no") as warned:
         result = generate(generator, prompts)
     assert len(warned) == 1
-    pages = whole // generator._kv.page_bytes
+    pages = whole // generator._resources.kv.page_bytes
     for _ in range(failures):
         pages = int(0.9 * pages)
-    assert result.report.kv_memory == pages * generator._kv.page_bytes
+    assert result.report.kv_memory == pages * generator._resources.kv.page_bytes
     assert_parity(FAMILY, prompts, result, NEW_TOKENS)
     device.failures = failures
     with warnings.catch_warnings():
@@ -59,14 +59,14 @@ def test_scores_that_are_kept_have_room(device: Device) -> None:
     generator = BatchGenerator(build(FAMILY), page_size=PAGE)
     kept = 8 * NEW_TOKENS * 101 * 4
     pages = -(-(10 + NEW_TOKENS - 1) // PAGE)
-    device.size = generator._kv.page_bytes * pages * 9 + 2 * kept
+    device.size = generator._resources.kv.page_bytes * pages * 9 + 2 * kept
     room = 0.9 * (device.size - kept)
     plain = generator.generate(ids, **given)
     caches = [generator.last_report.kv_memory]
     scores = {"return_dict_in_generate": True, "output_scores": True}
     assert torch.equal(generator.generate(ids, **given, **scores).sequences, plain)
     caches.append(generator.last_report.kv_memory)
-    device.size = generator._kv.page_bytes * pages * 4 + kept
+    device.size = generator._resources.kv.page_bytes * pages * 4 + kept
     with pytest.warns(UserWarning, match=r"the scores and logits of this call take .* more than half of what is free"):
         generator.generate(ids, **given, **scores, output_logits=True)
     caches.append(generator.last_report.kv_memory)

@@ -42,7 +42,7 @@ def expected() -> list[list[float]]:
 
 def assert_as_before(generator: BatchGenerator, before: Any, expected: list[list[float]]) -> None:
     assert fingerprint(build(FAMILY)) == before
-    cache = generator._kv.cache
+    cache = generator._resources.kv.cache
     if cache is not None:
         cache.check_integrity(alive=[])
     result = generator.score(CONTEXTS, choices=CHOICES)

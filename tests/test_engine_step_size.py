@@ -178,7 +178,7 @@ def test_a_passing_failure_is_not_kept(device: Device, rehearsed: list[int], mon
     rehearsed.clear()
     generator = BatchGenerator(model, page_size=PAGE)
     generate(generator, prompts)
-    assert rehearsed and generator._kv._beside is not None
+    assert rehearsed and generator._resources.kv._beside is not None
 
 
 # -- how much at a time ----------------------------------------------------------------------------------------
@@ -237,6 +237,6 @@ def test_slower_cards_are_given_less(capability: tuple[int, int], monkeypatch: p
 
 @pytest.mark.parametrize(("asked", "used"), [(None, 512), (48, 48)])
 def test_what_is_asked_for_counts(asked: int | None, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets = noted(monkeypatch, Call, "run", lambda self, *watch: self._memory.step_tokens)
+    budgets = noted(monkeypatch, Call, "run", lambda self, *watch: self.memory.step_tokens)
     answers("llama", [[5, 6]], {"max_batch_tokens": asked}, max_new_tokens=2)
     assert budgets == [used]

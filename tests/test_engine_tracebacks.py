@@ -89,7 +89,7 @@ def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
     before = fingerprint(build(FAMILY))
     if keep_prefixes:
         generator.generate(GIVEN, **OPTIONS)
-        storages.note_kept(generator._kv.storage)
+        storages.note_kept(generator._resources.kv.storage)
         assert storages.alive()
 
     def hook(module: Any, args: Any) -> None:

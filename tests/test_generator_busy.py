@@ -100,7 +100,7 @@ def test_a_stream_that_is_left(how: str, results: int, expected: dict[int, list[
     leave(stream, how)
     del stream
     gc.collect()
-    assert generator._kv.cache is None
+    assert generator._resources.kv.cache is None
     for each in watched:
         each.check_integrity()
         assert each.free_pages == each.num_pages

@@ -217,7 +217,7 @@ def test_a_config_and_fields_on_top_of_it() -> None:
 
 def test_a_cache_too_small_for_a_prompt_names_it() -> None:
     generator = BatchGenerator(build(FAMILY), kv_memory=1 << 14, page_size=4)
-    given = [[5] * ((1 << 14) // generator._kv.page_bytes * 4), [6, 7]]
+    given = [[5] * ((1 << 14) // generator._resources.kv.page_bytes * 4), [6, 7]]
     with pytest.raises(PromptError, match="`kv_memory`") as caught:
         generator.generate(given, max_new_tokens=8)
     assert list(caught.value.problems) == [0]
@@ -227,7 +227,7 @@ def test_a_cache_too_small_for_a_prompt_names_it() -> None:
 
 
 def test_a_prompt_that_fits_only_without_its_prefixes_is_run_and_named() -> None:
-    page = BatchGenerator(build(FAMILY), page_size=16)._kv.page_bytes
+    page = BatchGenerator(build(FAMILY), page_size=16)._resources.kv.page_bytes
     given = [[5] * 17 + [7], [5] * 17 + [8]]  # 17 shared + 1 + 14 new: three pages with the prefix apart, two without
     generator = BatchGenerator(build(FAMILY), page_size=16, min_shared_tokens=1, kv_memory=2 * page)
     with pytest.warns(UserWarning, match="2 sequences share prefixes but fit"):

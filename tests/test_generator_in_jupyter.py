@@ -198,7 +198,7 @@ def test_close_gives_everything_back_whatever_ipython_keeps(kernel: Kernel, ende
     kernel.check("""
 gen, had = new_generator(keep_prefixes=4), len(storages.seen)
 gen.generate(given, **options)
-storages.note_kept(gen._kv.storage)
+storages.note_kept(gen._resources.kv.storage)
 assert storages.alive()
 """)
     kernel.check("gen.generate(given, **options)")  # now there are _, Out[...] and so on

@@ -176,7 +176,7 @@ def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any])
             assert sizes[0] == own  # the first step holds all prompts, and no token of the document
             assert (report.cached_tokens, report.computed_tokens) == (shared, own)
     # Between calls there is memory for the kept prefix and for nothing else.
-    home = generator._kv
+    home = generator._resources.kv
     assert home.cache is not None and home.storage is not None
     assert home.cache.num_pages == -(-60 // page_size) and home.cache.free_pages == 0
     assert home.storage.bytes == home.cache.num_pages * home.page_bytes

@@ -24,9 +24,9 @@ from hf_batchllm import (
     PromptsTypeError,
     UnsupportedOptionError,
     accelerated,
-    generator,
     plan_prompts,
 )
+from hf_batchllm.engine import resources
 from hf_batchllm.inputs.config_fields import ConfigFields
 
 FAMILY = "llama"
@@ -135,7 +135,7 @@ def test_other_doors_point_at_the_caller_too(monkeypatch: pytest.MonkeyPatch) ->
         assert warning.filename == __file__ and says in str(warning.message)
 
     def tight() -> None:  # what is found out when the first result is asked for
-        page = make(page_size=16)._kv.page_bytes
+        page = make(page_size=16)._resources.kv.page_bytes
         small = make(page_size=16, min_shared_tokens=1, kv_memory=2 * page)
         for _ in range(2):
             assert len(list(small.stream([[5] * 17 + [7], [5] * 17 + [8]], max_new_tokens=14))) == 2
@@ -153,9 +153,9 @@ def test_other_doors_point_at_the_caller_too(monkeypatch: pytest.MonkeyPatch) ->
     (warning,) = caught(inside)
     assert warning.filename == __file__
 
-    look = generator.inspect_model
+    look = resources.inspect_model
     monkeypatch.setattr(
-        generator, "inspect_model", lambda model: dataclasses.replace(look(model), device=torch.device("mps"))
+        resources, "inspect_model", lambda model: dataclasses.replace(look(model), device=torch.device("mps"))
     )
     (warning,) = caught(make)
     assert "attention on mps runs in plain PyTorch" in str(warning.message)

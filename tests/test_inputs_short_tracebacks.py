@@ -64,7 +64,7 @@ def test_an_error_that_no_argument_caused_comes_whole(
     def broken(*given: Any, **more: Any) -> None:
         raise RuntimeError("a mistake of the library")
 
-    monkeypatch.setattr("hf_batchllm.generator.Call.begin", broken)
+    monkeypatch.setattr("hf_batchllm.engine.calls.Call.begin", broken)
     with pytest.raises(RuntimeError, match="a mistake") as caught:
         generator.generate(["w5"], max_new_tokens=1)
     assert len(list(traceback.walk_tb(caught.value.__traceback__))) > 4

@@ -116,7 +116,7 @@ def test_merging_takes_no_more_memory_than_a_layer_and_closing_gives_it_back() -
     layer = sum(each.nbytes for each in model.model.layers[0].parameters())
     with BatchGenerator(model, kv_memory="64MiB") as generator:
         torch.cuda.reset_peak_memory_stats()
-        generator._fusion.merge(triton_fused_kernels())
+        generator._resources.fusion.merge(triton_fused_kernels())
         assert torch.cuda.max_memory_allocated() <= before + layer
         assert torch.cuda.memory_allocated() <= before + 100_000
         assert torch.cuda.memory_reserved() <= reserved + 2 * layer

@@ -203,7 +203,7 @@ def test_each_step_as_it_was(scheduler: str, pages: int, facts: list[tuple[int, 
     report = result.report
     timeline = timeline_of(report)
     assert (timeline.prompt_tokens + timeline.decode_tokens).tolist() == sizes
-    assert rows_of(timeline, generator._kv.page_bytes) == facts
+    assert rows_of(timeline, generator._resources.kv.page_bytes) == facts
     assert timeline.running.max() > 1 and timeline.cache_bytes.max() == report.peak_memory
     # Whoever was preempted runs its newest token with those that it runs again.
     newest = timeline.prompt_tokens.sum() - report.computed_tokens - report.recomputed_tokens
@@ -220,7 +220,7 @@ def test_bursts(pages: int, device_loop: None, facts: list[tuple[int, ...]]) -> 
     result = generator.generate(PROMPTS, max_new_tokens=40, eos_token_id=list(range(0, 97, 11)), **GIVEN)
     report = result.report
     timeline = timeline_of(report)
-    assert rows_of(timeline, generator._kv.page_bytes) == facts
+    assert rows_of(timeline, generator._resources.kv.page_bytes) == facts
     assert 4 < timeline.steps.max() <= 8 and len(timeline) < report.steps
     assert report.idle_tokens > 0
 
@@ -283,7 +283,7 @@ def test_what_is_on_its_way_counts_when_a_call_ends(
     else:
         with pytest.raises(KeyboardInterrupt):
             list(stream)
-    assert rows_of(timeline_of(generator.last_report), generator._kv.page_bytes) == facts
+    assert rows_of(timeline_of(generator.last_report), generator._resources.kv.page_bytes) == facts
     assert len(facts) > (at or 1) - 1
 
 
@@ -342,7 +342,7 @@ def test_a_prefix_kept_from_an_earlier_call_holds_memory_and_is_not_running() ->
         timeline = timeline_of(report)
         assert report.cached_tokens == cached
         assert timeline.running.tolist() == [2, 2]
-        assert timeline.cache_bytes.tolist() == [12 * generator._kv.page_bytes] * 2
+        assert timeline.cache_bytes.tolist() == [12 * generator._resources.kv.page_bytes] * 2
 
 
 def test_under_accelerated() -> None:

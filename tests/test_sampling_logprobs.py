@@ -198,7 +198,7 @@ def test_nothing_is_held_of_prompts_that_were_handed_out(monkeypatch: pytest.Mon
             super().__init__(*given)
             made.append(self)
 
-    monkeypatch.setattr("hf_batchllm.generator.ExtraOutputs", Noted)
+    monkeypatch.setattr("hf_batchllm.engine.calls.ExtraOutputs", Noted)
     generator = BatchGenerator(build(FAMILY), kv_memory=pages_of_memory(build(FAMILY), 10, 8), page_size=8)
     prompts = random_prompts(random.Random(1), 97, "distinct", 12)
     stream = generator.stream(prompts, max_new_tokens=3, logprobs=1, prompt_logprobs=1)
@@ -222,8 +222,8 @@ def test_kept_prefixes_are_not_made_use_of_and_stay() -> None:
     generator.generate([*first, [*other, 7], [*other, 8]], max_new_tokens=3)
 
     def kept() -> list[tuple[int, ...]]:
-        assert generator._kv.cache is not None
-        return sorted(tuple(prefix.ids.tolist()) for prefix in generator._kv.cache._kept)
+        assert generator._resources.kv.cache is not None
+        return sorted(tuple(prefix.ids.tolist()) for prefix in generator._resources.kv.cache._kept)
 
     before = kept()
     # One prompt parts from the document half-way, where a kept prefix would be cut.

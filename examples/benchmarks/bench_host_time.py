@@ -30,11 +30,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.workload import shape
-from hf_batchllm.engine import wiring
+from hf_batchllm.engine import step_size
 from hf_batchllm.engine.call import Call
+from hf_batchllm.engine.checks import JobChecks
 from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.engine.extra_outputs import ExtraOutputs
-from hf_batchllm.engine.job import JobChecks
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.inputs.tokenizer import TokenizerLoader
 from hf_batchllm.model import model_in_use
@@ -142,7 +142,7 @@ def take_the_device_out(phases: Phases | None, cpu: bool) -> None:
         patched.make_backend = lambda config, device, storage, notices: TritonBackend(
             _NO_KERNELS, storage, device, notices
         )
-        wiring._GATHER_ROWS.clear()
+        step_size._GATHER_ROWS.clear()
     runner: Any = ModelRunner
     runner.forward = _forward
     sampler: Any = SeatedSampler
@@ -153,7 +153,7 @@ def take_the_device_out(phases: Phases | None, cpu: bool) -> None:
     phases.around(BatchGenerator, "generate", "the rest")
     phases.around(JobChecks, "job", "checks")
     phases.around(CallPlan, "__init__", "plan")
-    phases.around(Call, "_open_memory", "memory")
+    phases.around(Call, "_open", "memory")
     phases.around(Call, "_line_up", "line-up")
     phases.around(Call, "_wire", "wiring")
     for method in ("start", "next", "repeat", "must_know"):

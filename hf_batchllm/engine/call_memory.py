@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from statistics import fmean
 
-from ..config import BatchConfig
 from ..inputs.prompts import longest_uncut
 from ..model.image_features import ImageFeatures
 from ..model.kv_storage import KVStorage
@@ -14,35 +14,38 @@ from ..model.state_storage import COPIED_AT_ONCE
 from ..planning.call_plan import CallPlan
 from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs
-from .drafts.assistant import MOST_GUESSED
+from .cost import STEP_ON_CPU, STEP_ON_GPU
+from .drafts.assistant import MOST_GUESSED, Assistant
+from .drafts.choose_drafts import open_assistant
 from .drafts.drafts import Drafts
 from .drafts.drafts_ahead import DraftsAhead
 from .job import Job
 from .kv_memory import KVMemory, Room
 from .memory_rehearsal import LargestStep, cannot_rehearse, largest_step, picking_bytes, stage
+from .picking import picking_of, why_by_host
+from .resources import Resources
 from .step_size import tokens_in_a_step
-from .wiring import picking_of, why_by_host
 
 
 class CallMemory:
-    def __init__(
-        self,
-        job: Job,
-        plan: CallPlan,
-        outputs: CallOutputs,
-        use: ModelInUse,
-        kv: KVMemory,
-        config: BatchConfig,
-        images: ImageFeatures | None,
-    ) -> None:
+    """What of a call takes memory on the device. ``images``: that prompts show; ``assistant``: guesses tokens."""
+
+    cache: PagedCache
+    storage: KVStorage
+    assistant: Assistant | None = None
+
+    def __init__(self, job: Job, plan: CallPlan, outputs: CallOutputs, use: ModelInUse, resources: Resources) -> None:
         self._job = job
         self._plan = plan
         self._outputs = outputs
         self._use = use
-        self._kv = kv
-        self._config = config
-        self._images = images
+        self._resources = resources
+        self._kv = resources.kv
+        self._config = resources.config
         self._vocabulary = use.architecture.vocab_size
+        self.images = ImageFeatures.of(use.model, plan.prompts, plan.sharing.order.tolist())
+        if use.architecture.states:
+            plan.ask_more_of_prefixes(price_of_states(plan, self._kv))
 
     @cached_property
     def step_tokens(self) -> int:
@@ -57,8 +60,26 @@ class CallMemory:
         most = self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)
         return max(most, longest_uncut(self._plan.prompts))
 
-    def open(self) -> tuple[PagedCache, KVStorage]:
-        """The cache of the call, as large as the call can use and as memory allows."""
+    def open(self) -> None:
+        """Take the memory: first what the call needs beside the cache, which takes what is left."""
+        resources, memory = self._resources, self._kv.memory
+        self.assistant = open_assistant(
+            self._job, self._use, self._config, resources.assistants, memory, resources.notices
+        )
+        self.cache, self.storage = self._open_cache()
+
+    def close(self) -> None:
+        """The cache stays: what becomes of it depends on how the call has ended."""
+        if self.assistant is not None:
+            self.assistant.close()
+
+    def owner_had_control(self) -> None:
+        """Code of the user's has run."""
+        if self.assistant is not None:
+            self.assistant.owner_had_control()
+
+    def _open_cache(self) -> tuple[PagedCache, KVStorage]:
+        """As large as the call can use and as memory allows."""
         plan, wanted = self._plan, self._plan.pages_at_once
         states = bool(self._use.architecture.states)
         longest = max(self._plan.new_tokens, default=0)
@@ -93,9 +114,9 @@ class CallMemory:
         storage = stage(step, self._config.page_size)
         try:
             runner = use.run_over(storage)
-            if self._images is not None:
+            if self.images is not None:
                 with runner.surroundings():
-                    picking += self._images.bytes_beside(step.tokens, self._kv.memory)
+                    picking += self.images.bytes_beside(step.tokens, self._kv.memory)
             graphs = self._config.cuda_graphs and in_graphs
             return self._kv.rehearsals.beside_the_cache(runner, step, graphs, picking, self._kv.memory)
         finally:
@@ -118,3 +139,21 @@ class CallMemory:
         copies = picking.changes_logits + self._outputs.copies_of_logits
         taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copies=copies, by_host=by_host)
         return step, taken, self._job.widths is not None or picking.in_graphs or not by_host
+
+
+def price_of_states(plan: CallPlan, kv: KVMemory) -> int:
+    """The tokens that a prefix must save beyond ``min_shared_tokens``; 0 where all states fit into memory.
+
+    As long as its readers run, a prefix's state takes memory that sequences could have. So each of their decode steps,
+    which costs something by itself, runs fewer of them. Keys and values that are shared give memory back.
+    Moving the state costs less than a token.
+    """
+    wanted = Room(plan.pages_at_once, plan.slots_at_once)
+    part = kv.part_of(wanted)
+    if part >= 1 or not plan.sharing.segments:
+        return 0
+    step = STEP_ON_GPU if kv.architecture.device.type == "cuda" else STEP_ON_CPU
+    decode_steps = fmean(plan.new_tokens) - 1  # at most: the first new token comes of the prompt
+    tokens_per_byte = decode_steps * step / max(1.0, part * kv.bytes_of(wanted))
+    kept, spared = kv.architecture.slot_bytes, kv.architecture.kv_bytes_per_token
+    return round(kept * tokens_per_byte / (1 + spared * tokens_per_byte))

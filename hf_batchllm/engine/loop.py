@@ -15,12 +15,17 @@ from ..interrupts import act_on_interrupts
 from ..model.batch import ModelBatch
 from ..model.batch_builder import BatchBuilder
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
-from ..planning.requests_and_prefixes import Request
+from ..planning.claims import Claims
+from ..planning.paged_cache import PagedCache
+from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
 from ..sampling.stopping import Endings
 from .device_errors import name_what_ran
 from .smaller_steps import SmallerSteps
 from .timekeeper import Stretch, Timekeeper
+
+Watch = Callable[[Step, int], None]
+"""Is told of each collected step, and of its number of new tokens."""
 
 
 class Launcher(ABC):
@@ -50,6 +55,15 @@ class Launcher(ABC):
     def put_back(self, step: Step) -> None:
         """After a launch that failed: free memory, and put back what may have changed. No other step is on its way."""
 
+    def start(self, requests: Sequence[Request], most_rows: int) -> None:  # noqa: B027 -- likewise
+        """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
+
+    def owner_had_control(self) -> None:  # noqa: B027 -- likewise
+        """Code of the user's has run: it may have put other memory below the model's weights."""
+
+    def close(self) -> None:  # noqa: B027 -- most hold nothing
+        """The call is over."""
+
     @property
     def replays(self) -> bool:
         """Whether the latest step went to the device as a CUDA graph."""
@@ -59,6 +73,16 @@ class Launcher(ABC):
     def is_steady(self) -> bool:
         """Whether the latest step took as long as others will: nothing was captured, or is about to be."""
         return True
+
+    @property
+    def capture_seconds(self) -> float:
+        """What capturing graphs took."""
+        return 0.0
+
+    @property
+    def summary(self) -> str:
+        """A sentence for the report; empty where there are no graphs."""
+        return ""
 
 
 @dataclass
@@ -97,6 +121,11 @@ class Collector(ABC):
     def recomputed(self) -> int:
         """How many tokens that are no prompt's were run again, as far as the cache does not know of it."""
         return 0
+
+    @property
+    def drafted(self) -> tuple[int, int, float]:
+        """How many tokens were guessed, how many guesses were right, and the seconds that these saved."""
+        return 0, 0, 0.0
 
     @abstractmethod
     def launched(self, step: Step, counts: Sequence[int]) -> None:
@@ -143,9 +172,34 @@ class Engine:
         self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
         self.steps = 0
         self.model_tokens = 0
+        self._begun = False
+        self._preemptions = 0  # of earlier turns, where the scheduler counts anew
 
-    def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
-        """Answers as they finish. ``watch`` is told of each collected step, and of its number of new tokens."""
+    def start(
+        self, requests: Sequence[Request], cache: PagedCache, step_tokens: int, claims: Claims | None = None
+    ) -> None:
+        """The scheduler begins with these requests: all of the call's, or those of one adapter's turn."""
+        scheduler, before = self.scheduler, self.preemptions if self._begun else 0
+        self._begun, scheduler.claims = True, claims
+        if claims is not None and not scheduler.asks_claims:
+            requests = [request for request in requests if _claimed(request, claims, cache)]
+        scheduler.start(requests, cache, step_tokens)
+        if self.smaller.most is not None:
+            scheduler.limit_steps(self.smaller.most)
+        self._preemptions = max(self._preemptions, before - scheduler.preemptions)
+        self.launcher.start(requests, step_tokens)
+
+    @property
+    def preemptions(self) -> int:
+        return self._preemptions + self.scheduler.preemptions
+
+    def check_finished(self) -> None:
+        if any(not request.done for request in self.collector.answers):
+            name = scheduler_name(self.scheduler)
+            raise RuntimeError(f"{name} ended the call before every request had finished")
+
+    def run(self, watch: Watch | None = None) -> Iterator[Request]:
+        """Answers as they finish."""
         flights: deque[Flight] = deque()
         switch = self.timekeeper.switch
         step: Step | None = None
@@ -253,3 +307,12 @@ class Engine:
                     f"{what} gave {number}, so {request} needs pages up to position {end:,}, which its `computed` says"
                 )
         return number
+
+
+def _claimed(request: Request, claims: Claims, cache: PagedCache) -> bool:
+    """For a scheduler that does not ask."""
+    if claims.take(request.index):
+        return True
+    request.end(FinishReason.WITHDRAWN)
+    cache.retire(request)
+    return False

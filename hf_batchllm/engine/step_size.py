@@ -18,6 +18,7 @@ _PLENTY = 8  # times the memory of the weights must be free for larger steps tha
 # The host takes a millisecond or two to prepare a burst. A burst is long enough for it to stay ahead: each run takes at
 # least the time of reading the weights.
 _BURST_SECONDS, _MOST_TIMES = 0.016, 16
+_GATHER_ROWS = {"cpu": 128}  # a CPU's decode steps get cheaper by the row up to about a hundred rows
 
 
 def tokens_in_a_step(model: nn.Module, device: torch.device, free: int) -> int:
@@ -39,3 +40,8 @@ def times_in_a_row(model: nn.Module, device: torch.device) -> int:
     """Runs of a burst. The same in each call, so that sums are taken in the same order."""
     least = sum(local(weight).nbytes for weight in model.parameters()) / card_on(device).bytes
     return min(_MOST_TIMES, max(2, round(_BURST_SECONDS / least))) if least else _MOST_TIMES
+
+
+def gather_rows(device: torch.device) -> int:
+    """How many decode rows a scheduler gathers before it runs them."""
+    return _GATHER_ROWS.get(device.type, 0)

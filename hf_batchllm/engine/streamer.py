@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from ..inputs.options import Options
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompts import Prompt
 from ..planning.requests_and_prefixes import Request
+from ..planning.step import Step
+from .loop import Watch
 
 
 class Feed:
@@ -43,6 +46,29 @@ class Feed:
         if not self._ended:
             self._ended = True
             self._streamer.end()
+
+    def along(
+        self,
+        run: Callable[[Watch], Iterator[Request]],
+        requests: Sequence[Request],
+        users_turn: Callable[[], AbstractContextManager[None]],
+        watch: Watch | None,
+    ) -> Iterator[Request]:
+        """What ``run`` gives, with new tokens passed on after each step. ``requests``: of the call, one at most."""
+
+        def told(step: Step, new_tokens: int) -> None:
+            with users_turn():
+                for request in requests:
+                    self.tell(request)
+            if watch is not None:
+                watch(step, new_tokens)
+
+        for request in run(told):
+            with users_turn():
+                self.end()
+            yield request
+        with users_turn():
+            self.end()
 
 
 def feed_for(options: Sequence[Options], prompts: Sequence[Prompt | None], padded: PaddedBatch | None) -> Feed | None:

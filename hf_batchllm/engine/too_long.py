@@ -4,11 +4,42 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..errors import PromptError
 from ..inputs.base_model import base_model
 from ..inputs.long_prompts import context_of
+from ..planning.call_plan import CallPlan
+from ..planning.lineup import Lineup
 from ..planning.requests_and_prefixes import Branch, Request
 from ..wording import counted, shown_size
 from .kv_memory import KVMemory
+from .resources import Resources
+
+
+def leave_out_too_long(
+    problems: dict[int, str], plan: CallPlan, lineup: Lineup, resources: Resources, strict: bool
+) -> None:
+    """Take prompts that do not fit out of the call. ``problems``: of its job, by the prompts' place in the list.
+
+    strict: they are an error instead.
+    """
+    requests, kv, model = lineup.requests, resources.kv, resources.model
+    named = {
+        requests[place].index: why_too_long(requests[place], pages, kv, model)
+        for place, pages in lineup.too_long.items()
+    }
+    if named and strict:
+        raise PromptError({**problems, **named})
+    problems.update(named)
+    if named:
+        refused = {place for place, request in enumerate(requests) if request.index in named}
+        lineup.requests = [request for place, request in enumerate(requests) if place not in refused]
+        plan.leave_out(refused)
+    if lineup.without_prefixes:
+        resources.notices(
+            "apart",
+            f"{lineup.without_prefixes:,} sequences share prefixes but fit into the KV cache only alone, so "
+            "all of their tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
+        )
 
 
 def why_too_long(request: Request, pages: int, kv: KVMemory, model: nn.Module) -> str:

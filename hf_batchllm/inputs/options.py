@@ -6,12 +6,10 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from .base_model import GenerativeModel, base_model
+from .base_model import GenerativeModel
 from .call_arguments import CallArguments
-from .padded_batch import PaddedBatch
 from .processors_and_criteria import shared_list
 
 
@@ -38,12 +36,6 @@ class Options:
             new_tokens = int(config.max_length)  # generate's default: 20 new tokens
             return new_tokens if max_positions is None else min(new_tokens, max_positions - prompt_tokens)
         return int(config.max_length) - prompt_tokens
-
-
-def inferred_mask(model: nn.Module, options: Options, padded: PaddedBatch) -> torch.Tensor:
-    """The mask that ``generate`` infers where none is passed: pad tokens are padding, unless they are EOS, too."""
-    inner = base_model(model)
-    return inner._prepare_attention_mask_for_generation(padded.ids.long().to(inner.device), options.config, {})
 
 
 def make_processors(

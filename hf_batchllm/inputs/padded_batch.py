@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import GenerationConfig
 
+from .base_model import base_model
 from .images.prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES
 from .prompts import Prompt
 
@@ -26,6 +29,13 @@ class PaddedBatch:
     @property
     def width(self) -> int:
         return self.ids.shape[1]
+
+    def mask_for(self, model: nn.Module, config: GenerationConfig) -> torch.Tensor:
+        """The mask passed; else the one that ``generate`` infers: pad tokens are padding, unless they are EOS, too."""
+        if self.mask is not None:
+            return self.mask
+        inner = base_model(model)
+        return inner._prepare_attention_mask_for_generation(self.ids.long().to(inner.device), config, {})
 
     def unpadded(self, marked: torch.Tensor, vocab_size: int) -> tuple[list[Prompt | None], dict[int, str]]:
         """Each row without its padding, or None where it cannot be run; and the reason for each of these, by row.

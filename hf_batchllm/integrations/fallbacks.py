@@ -20,7 +20,8 @@ from torch import nn
 from transformers import GenerationMixin
 
 from ..config import BatchConfig
-from ..engine.job import Job, JobChecks
+from ..engine.checks import JobChecks
+from ..engine.job import Job
 from ..errors import (
     BatchLLMError,
     GenerationInterrupted,

@@ -11,8 +11,10 @@ import numpy as np
 
 from ..engine.adapter_turns import AdapterTurns
 from ..engine.call import Call
+from ..engine.checks import JobChecks
 from ..engine.extra_outputs import ExtraOutputs
-from ..engine.job import Job, JobChecks
+from ..engine.job import Job
+from ..engine.report import report_of
 from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
 from ..engine.stream import without_frames
 from ..errors import OptionValueError
@@ -20,7 +22,6 @@ from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
 from ..kernels.cards import card_on
 from ..model.architecture import Architecture
-from ..model.model_in_use import ModelInUse
 from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
 from ..planning.sharing import plan_sharing
@@ -106,8 +107,7 @@ class PartGenerator(BatchGenerator):
                 yield
 
     def _keyed(self, job: Job) -> list[Prompt]:
-        use = ModelInUse(self.model, self.architecture, self.config, self._fusion, self._notices)
-        adapters = AdapterTurns(use, job.adapters)
+        adapters = AdapterTurns(self._resources.model_in_use(), job.adapters)
         return adapters.keyed(job.prompts, job.places)
 
     # -- parts of a call -----------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class PartGenerator(BatchGenerator):
                         if claims.take(request.index):  # it may have ended before it had begun, for want of time
                             deliver(finish(request))
                 finally:
-                    self.last_report = call.report()
+                    self.last_report = report_of(call)
         except KeyboardInterrupt as error:
             interrupt = without_frames(error)
         finally:

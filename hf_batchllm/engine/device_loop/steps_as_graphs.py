@@ -111,6 +111,10 @@ class StepsAsGraphs:
         return self.graphs is None or self.graphs.is_steady
 
     @property
+    def capture_seconds(self) -> float:
+        return 0.0 if self.graphs is None else self.graphs.seconds
+
+    @property
     def summary(self) -> str:
         """A sentence for the report; empty where there are no graphs."""
         graphs = self.graphs

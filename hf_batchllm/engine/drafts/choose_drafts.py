@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,13 +14,13 @@ from ...model.model_in_use import ModelInUse
 from ...notices import Notices
 from ...planning.base_scheduler import BaseScheduler, lengthens, scheduler_name
 from ...planning.requests_and_prefixes import Request
-from ...sampling.earlier_answers import EarlierAnswers
-from ...sampling.token_picking import TokenPicking
 from ...wording import counted
 from ..at_once import AtOnce
 from ..device_loop.run_ahead import RunAhead
 from ..job import Job
 from ..loop import Launcher
+from ..parts import Parts
+from ..picking import picking_of
 from .assistant import MOST_GUESSED, Assistant
 from .assistant_model import Assistants
 from .assistant_pick import AssistantPick
@@ -32,24 +32,13 @@ _GPU_LOOKS_BACK = "the GPU looks back at an answer's tokens for a penalty, or fo
 _LOOKED_FOR = 3  # tokens in a row, for a guess at what follows them
 
 
-def drafts_for(
-    job: Job,
-    use: ModelInUse,
-    requests: Sequence[Request],
-    picking: TokenPicking,
-    scheduler: BaseScheduler,
-    launcher: Launcher,
-    gives_tensors: bool,  # the call gives scores or logits of each step
-    step_tokens: int,
-    earlier: EarlierAnswers,
-    assistant: Assistant | None,
-    notices: Notices,
-) -> Drafts | None:
+def drafts_for(parts: Parts, scheduler: BaseScheduler, launcher: Launcher) -> Drafts | None:
+    job, use, requests, assistant, notices = parts.job, parts.use, parts.requests, parts.assistant, parts.notices
     configs = [each.config for each in job.options]
     if job.assistant is None and not any(each.prompt_lookup_num_tokens for each in configs):
         return None
     looks_back = launcher.pick.looks_back if isinstance(launcher, RunAhead) else None
-    why_not = _why_none(use, requests, scheduler, launcher, gives_tensors, looks_back)
+    why_not = _why_none(parts, scheduler, launcher, looks_back)
     if why_not or not isinstance(launcher, AtOnce | RunAhead):
         say_no_drafts(job, use.model, why_not, notices)
         if assistant is not None:
@@ -79,19 +68,19 @@ def drafts_for(
     given: tuple[Any, ...] = most, longest, requests, scheduler.lengthen
     named: dict[str, Any] = {}
     if assistant is not None:
-        pick = AssistantPick.of(picking, requests, isinstance(launcher, RunAhead), notices)
+        pick = AssistantPick.of(picking_of(job, use), requests, isinstance(launcher, RunAhead), notices)
         assistant.begin(pick, len(requests), use.put_back)
         named = {"assistant": assistant, "ratio": _parameters(assistant.model) / max(_parameters(use.model), 1)}
     if isinstance(launcher, AtOnce):
         host: Any = Drafts if assistant is None else AssistedDrafts
-        drafts: Drafts = host(*given, step_tokens, earlier, **named)
+        drafts: Drafts = host(*given, parts.step_tokens, parts.earlier, **named)
         return drafts
     named["has_rooms"] = all(each.prompt_keys is each.prompt_ids for each in requests)  # none has images
     named["share"] = use.architecture.kv_bytes_per_token / max(_bytes(use.model), 1)
     if launcher.graphs is not None:
         named["ready"] = launcher.graphs.ready_for_drafts
     ahead: Any = DraftsAhead if assistant is None else AssistedAhead
-    drafts = ahead(*given, step_tokens, earlier, **named)
+    drafts = ahead(*given, parts.step_tokens, parts.earlier, **named)
     return drafts
 
 
@@ -124,17 +113,13 @@ def _bytes(model: nn.Module) -> int:
 
 
 def _why_none(
-    use: ModelInUse,
-    requests: Sequence[Request],
-    scheduler: BaseScheduler,
-    launcher: Launcher,
-    gives_tensors: bool,
-    looks_back: Callable[[Request], bool] | None,
+    parts: Parts, scheduler: BaseScheduler, launcher: Launcher, looks_back: Callable[[Request], bool] | None
 ) -> str:
     """``looks_back``: where the device picks tokens, whether it does so for a request."""
-    if use.architecture.states:
+    requests = parts.requests
+    if parts.use.architecture.states:
         return "its layers carry a state from token to token, which would have moved on over wrong guesses"
-    if use.architecture.ranks.size > 1:
+    if parts.ranks.size > 1:
         return "several processes run the model together"
     if requests and all(each.prompt_keys is not each.prompt_ids for each in requests):
         return "no tokens are guessed for prompts with images"
@@ -144,7 +129,7 @@ def _why_none(
         return ""
     if looks_back is None:
         return "on a GPU tokens are guessed where it picks them, and here the host does"
-    if gives_tensors:
+    if parts.outputs.tensors is not None:
         return "on a GPU none are guessed where scores or logits of each step are asked for"
     if requests and all(map(looks_back, requests)):
         return _GPU_LOOKS_BACK

@@ -29,6 +29,10 @@ class DraftCollector(TokenCollector):
     def decoded(self) -> int:
         return super().decoded + self.drafts.drafted - self.drafts.accepted
 
+    @property
+    def drafted(self) -> tuple[int, int, float]:
+        return self.drafts.drafted, self.drafts.accepted, self.drafts.saved_seconds
+
     def launched(self, step: Step, counts: Sequence[int]) -> None:
         super().launched(step, counts)
         if step.is_drafted:

@@ -1,0 +1,54 @@
+"""Looks at a call before it takes memory: whatever it cannot be served with is refused here, by name."""
+
+from __future__ import annotations
+
+from ..inputs.plain_values import plain, plain_options
+from ..inputs.prompts import longest_uncut
+from ..model.image_features import ImageFeatures
+from ..model.invariance import refuse_calls_that_vary
+from ..model.model_in_use import ModelInUse
+from ..planning.call_plan import CallPlan
+from ..sampling.device_logprobs import MOST_LIKELY
+from .call_outputs import CallOutputs
+from .invariance_trial import refuse_by_trial, try_wide_passes
+from .job import Job
+from .resources import Resources
+
+
+def ranks_must_agree(job: Job, resources: Resources) -> None:
+    """Ranks that run the model together each have to be asked for the same."""
+    ranks = resources.architecture.ranks
+    if ranks.size == 1:
+        return  # to write it all down takes time
+    ranks.must_agree("prompts", (prompt.keys.tobytes() + repr(prompt.key).encode() for prompt in job.prompts))
+    forms = None if job.grammars is None else plain(job.grammars.each)
+    asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop, forms
+    ranks.must_agree("options", [repr(asked).encode(), repr(plain_options(job.options)).encode()])
+    ranks.must_agree("settings of their BatchGenerator", [repr(plain(vars(resources.config))).encode()])
+
+
+def look_at_plan(
+    job: Job, plan: CallPlan, outputs: CallOutputs, images: ImageFeatures | None, resources: Resources
+) -> None:
+    """Refuse what differs from batch to batch, where results may not, and say what makes steps larger."""
+    config = resources.config
+    likeliest = MOST_LIKELY if outputs.likeliest > MOST_LIKELY else None
+    device, beams = resources.architecture.device, job.widths is not None
+    refuse_calls_that_vary(config, device, images=images is not None, beams=beams, most_likely=likeliest)
+    most, uncut = config.max_batch_tokens, longest_uncut(plan.prompts)
+    if most is not None and most < uncut:
+        resources.notices(
+            "uncut",
+            f"an image takes {uncut:,} tokens, which see each other both ways and are computed in one step: "
+            f"`max_batch_tokens` is {most:,}, and steps have up to {uncut:,}",
+        )
+
+
+def try_model(use: ModelInUse, plan: CallPlan, images: ImageFeatures | None, resources: Resources) -> None:
+    """Fuse the model's layers, and try whether steps keep what the settings promise."""
+    config = resources.config
+    if images is not None and config.keep_prefixes and resources.kv.cache is None:
+        images.read_first()  # before the model is looked at: whether it changes decides what is kept
+    use.fuse()
+    refuse_by_trial(use, config)
+    try_wide_passes(use, config, plan.sharing.computed_tokens, resources.notices)
