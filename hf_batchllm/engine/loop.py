@@ -1,4 +1,9 @@
-"""The loop: next step, build, launch, collect. Several steps may be launched before the oldest is collected."""
+"""The loop: next step, build, launch, collect. Several steps may be launched before the oldest is collected.
+
+Whatever else a call can do comes in from the side. The launcher picks tokens: a grammar masks the logits that it picks
+from. The runner hands the model the images of a step. An interrupt is noted when it comes, and raised in the model's next
+layer, or here before the next step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,10 @@ Watch = Callable[[Step, int], None]
 
 
 class Launcher(ABC):
-    """Runs a step and picks its tokens: at once, or ahead of the tokens that the host has seen."""
+    """Runs a step and picks its tokens: at once, or ahead of the tokens that the host has seen.
+
+    One that runs ahead keeps the last token of each row on the device, where the next step finds it.
+    """
 
     @property
     def most_times(self) -> int:
