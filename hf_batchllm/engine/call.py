@@ -138,19 +138,19 @@ class Call:
             runner.record = self.timekeeper.around("tokens", outputs.record_prompts)
         self.engine = wire(
             Parts(
-                self.job,
-                outputs,
-                self.use,
-                runner,
-                self.memory.cache,
-                requests,
-                resources.config,
-                self.timekeeper,
-                resources.notices,
-                self._began,
-                self.memory.step_tokens,
-                resources.earlier,
-                self.memory.assistant,
+                job=self.job,
+                outputs=outputs,
+                use=self.use,
+                runner=runner,
+                cache=self.memory.cache,
+                requests=requests,
+                config=resources.config,
+                timekeeper=self.timekeeper,
+                notices=resources.notices,
+                began=self._began,
+                step_tokens=self.memory.step_tokens,
+                earlier=resources.earlier,
+                assistant=self.memory.assistant,
             )
         )
         self._held.callback(self.engine.launcher.close)

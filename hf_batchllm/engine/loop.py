@@ -1,8 +1,8 @@
 """The loop: next step, build, launch, collect. Several steps may be launched before the oldest is collected.
 
-Whatever else a call can do comes in from the side. The launcher picks tokens: a grammar masks the logits that it picks
-from. The runner hands the model the images of a step. An interrupt is noted when it comes, and raised in the model's next
-layer, or here before the next step.
+Features come in from the side. A grammar masks the logits that the launcher picks tokens from: the host picks then
+(`sampling/grammar_masks.py`). The runner hands the model the images of a step (`model/image_features.py`). An interrupt
+is noted when it comes, and raised in the model's next layer, or here before the next step (`interrupts.py`).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Engine:
         self.smaller = smaller
         self.depth = depth if scheduler.runs_ahead else 1
         # Of bursts, one runs and one waits for its turn: with more, tokens would only be seen later.
-        self.flights = 2 if launcher.most_times > 1 else depth
+        self.most_flights = 2 if launcher.most_times > 1 else depth
         # Called before each step with what it is, where several ranks run the model together.
         self.meet: Callable[[int], None] | None = None
         self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
@@ -215,10 +215,10 @@ class Engine:
             while True:
                 act_on_interrupts()
                 switch("scheduling")
-                # These go first: nothing is launched before, but for a step that has begun in parts.
+                # Requests whose time is over end before more is launched, unless a step has begun in parts.
                 late = [] if self.smaller.waiting else self.collector.endings.late()
                 with self._schedulers_turn():
-                    step = None if late else self._next(must_wait=bool(flights))
+                    step = None if late else self._next(in_flight=bool(flights))
                 if self.meet is not None:
                     self.meet(len(late) if step is None else step.number())
                 finished: list[Request] = []
@@ -253,15 +253,15 @@ class Engine:
                 self.collector.broke_off(flight)
 
     def _enough(self, flights: deque[Flight]) -> bool:
-        return len(flights) >= self.flights or sum(flight.step.times for flight in flights) >= self.depth
+        return len(flights) >= self.most_flights or sum(flight.step.times for flight in flights) >= self.depth
 
-    def _next(self, must_wait: bool) -> Step | None:
+    def _next(self, in_flight: bool) -> Step | None:
         """The next step; None if there is none, or if launched steps must be seen first."""
         if self.smaller.waiting:
-            part = None if must_wait else self.smaller.next(self.launcher.put_back)
-            if must_wait or part is not None:
+            part = None if in_flight else self.smaller.next(self.launcher.put_back)
+            if in_flight or part is not None:
                 return part
-        if must_wait and self.scheduler.must_know():
+        if in_flight and self.scheduler.must_know():
             return None
         step = self.scheduler.next()
         if step is None:
@@ -269,7 +269,7 @@ class Engine:
         most = self.launcher.most_times
         if most > 1 and not step.chunks:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
-        return self._next(must_wait) if self.smaller.cut(step) else step
+        return self._next(in_flight) if self.smaller.cut(step) else step
 
     def _try(self, step: Step, flights: deque[Flight]) -> None:
         """Launch a step. If it runs out of memory, its parts wait until all others have been seen."""

@@ -69,8 +69,8 @@ class ModelRunner:
         return logits[:samples]
 
     @torch.no_grad()
-    def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
-        """Run the step's tokens. Gives the logits that are sampled, then those asked for beside."""
+    def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + drafted + asked, vocabulary]
+        """Run the step's tokens. Gives the logits that are sampled, those of drafts, then those asked for beside."""
         return self._step(batch)
 
     @torch.no_grad()
@@ -84,13 +84,13 @@ class ModelRunner:
         """Run decode rows, all of which are sampled. Nothing here waits for the device or copies anything to it."""
         return self.forward(input_ids, position_ids, context, states=states)
 
-    def _step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
+    def _step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + drafted + asked, vocabulary]
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         images = None
         if batch.image_keys is not None:
             assert self.images is not None
-            # A decode row may go on from such a token, too, which the host may not have seen yet.
+            # A decode row may go on from such a token, too, and the host may not have seen that yet.
             at = (tokens.input_ids == self.images.placeholder).nonzero().squeeze(1).cpu().numpy()
             # The name alone: without a swap the adapters that are active on the model are, all along.
             adapters = self.control.adapters
@@ -126,7 +126,7 @@ class ModelRunner:
         if images is not None:
             assert self.images is not None
             known = ImageFeaturesSwap(self.images.inner, images).applied()
-            given["pixel_values"] = input_ids.new_zeros(1, dtype=self.images.inner.dtype)  # only whether there are any
+            given["pixel_values"] = input_ids.new_zeros(1, dtype=self.images.inner.dtype)  # says that there are
         self.control.apply()
         fused = nullcontext() if self._fused is None else self._fused.step()
         with fused, attention_context(context), state_context(states), known:

@@ -83,7 +83,7 @@ class Step:
         return self.in_rows or any(chunk.draft for chunk in self.chunks)
 
     def times_of(self, request: Request) -> int:
-        """How many tokens the step gives a request. Right only until the engine calls ``request.expect``."""
+        """How many tokens the step gives a request. Right only until the collector has been told of it."""
         return min(self.times, request.max_new_tokens - request.made)
 
     def sampling(self) -> list[Request]:
