@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -54,18 +53,16 @@ def answered(family: str, chats: list[Any], new: int, device: str = "cpu", /, mo
 
 
 @contextmanager
-def images_read(model: Any) -> Iterator[list[int]]:
+def images_read() -> Iterator[list[int]]:
     """How many images each run of the vision tower reads."""
-    inner, runs = model.model, []
-    own = type(inner).get_image_features
+    own, runs = image_features.ImageFeatures._run_at_once, list[int]()
 
-    @functools.wraps(own)
-    def noted(self: Any, *args: Any, **given: Any) -> Any:
-        runs.append(1)
-        return own(self, *args, **given)
+    def noted(self: Any, images: Any) -> None:
+        runs.append(len(images))
+        own(self, images)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(inner), "get_image_features", noted)
+        patch.setattr(image_features.ImageFeatures, "_run_at_once", noted)
         yield runs
 
 
@@ -134,7 +131,7 @@ def test_each_image_and_each_shared_token_is_computed_once(family: str, device: 
     first, second = picture(1, 64, 64), picture(2, 64, 64)
     chats = [user(words(3), shows(first if number % 2 else picture(1, 64, 64)), words(number)) for number in range(20)]
     chats += [user(shows(second), words(number), shows(first)) for number in range(20, 40)]
-    with images_read(model) as runs:
+    with images_read() as runs:
         result = answered(family, chats, 4, device)
     counting.remove()
     assert len(runs) == 1, "both have one size, so they are read in one run"
@@ -170,13 +167,12 @@ def test_an_image_of_one_token(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3"])
 def test_kept_prefixes(family: str, device: str) -> None:
     """An image of an earlier call is found again, and another one is not taken for it."""
-    model = model_of(family, device)
     pages = picture(1, 64, 96), picture(7, 64, 96)
     calls = [
         [user(shows(pages[page].copy()), words(*range(3, 12)), words(number + end)) for end in (20, 30, 40)]
         for number, page in enumerate((0, 0, 1, 0))
     ]
-    with images_read(model) as runs, generator_of(family, device, keep_prefixes=4) as generator:
+    with images_read() as runs, generator_of(family, device, keep_prefixes=4) as generator:
         results = [generator.generate(chats, max_new_tokens=6, **OPTIONS) for chats in calls]
     before_the_image = 3
     assert [result.report.cached_tokens > before_the_image for result in results] == [False, True, False, True]
@@ -273,8 +269,8 @@ def test_features_of_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
 def test_scores_of_answers_to_images(family: str, device: str) -> None:
     """Against transformers' own forward pass; the tower reads each image once."""
-    model, answers = model_of(family, device), ["w7", "w8 w9", "w8 w11 w12"]
-    with images_read(model) as runs, generator_of(family, device) as generator:
+    answers = ["w7", "w8 w9", "w8 w11 w12"]
+    with images_read() as runs, generator_of(family, device) as generator:
         scores = generator.score(CHATS, choices=answers)
     assert len(runs) <= 2, "two images of different sizes"
     ids = [[int(word[1:]) for word in answer.split()] for answer in answers]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support_families import FAMILIES
+from support_families import FAMILIES, build, family_params
 from support_owners import PROMPTS, Around, around_mlp, assert_refused, before_mlp, tokens, tokens_alone
 from torch import nn
 from torch.ao.quantization import MinMaxObserver
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
+from hf_batchllm.patches.uncompiled import every_module
 
 BESIDE = "stand beside it"
 SCALED = "scaled_dot_product_attention"
@@ -44,6 +49,80 @@ def test_a_replaced_attention_of_torchs_is_refused(monkeypatch: pytest.MonkeyPat
         model.set_attn_implementation("eager")
         assert tokens(generator) == before
     assert tokens(generator) == before
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("name", family_params())
+def test_no_family_has_custom_code(name: str) -> None:
+    model = build(name)
+    assert not BatchGenerator(model).architecture.own_code.found_in(model, every_module(model))
+
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+ROTATE, NORM = modeling_llama.apply_rotary_pos_emb, modeling_gemma2.Gemma2RMSNorm._norm
+# In transformers, by family: whose attribute is replaced, and what by, given what is to be done to a tensor of a layer.
+IN_TRANSFORMERS: dict[str, tuple[str, Any, str, Callable[[Function], Any]]] = {
+    "function of a module": (
+        "llama", modeling_llama, "apply_rotary_pos_emb",
+        lambda change: lambda q, k, *rest: ROTATE(change(q.transpose(1, 2)).transpose(1, 2), k, *rest),
+    ),
+    "wrapped function": (
+        "llama", modeling_llama, "rotate_half",
+        lambda change: functools.wraps(modeling_llama.rotate_half)(lambda x: change(x.transpose(1, 2)).transpose(1, 2)),
+    ),
+    "method": (
+        "gemma2", modeling_gemma2.Gemma2RMSNorm, "_norm", lambda change: lambda self, hidden: change(NORM(self, hidden))
+    ),
+    "static method": (
+        "gemma2", modeling_gemma2.Gemma2RMSNorm, "_norm",
+        lambda change: staticmethod(lambda hidden: change(torch.nn.functional.normalize(hidden, dim=-1))),
+    ),
+    "property": (
+        "llama", modeling_llama.LlamaMLP, "act_fn",
+        lambda change: property(lambda self: change, lambda self, value: None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_TRANSFORMERS)
+def test_what_is_put_into_transformers_is_tried_and_followed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, owner, name, instead = IN_TRANSFORMERS[what]
+    model, factor = FAMILIES[family](), [1.0]
+    generator = BatchGenerator(model)
+    before = tokens(generator)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, instead(lambda hidden: hidden + hidden.roll(1, 1)), raising=False)
+        assert_refused(model, generator, f"{owner.__name__.rpartition('.')[2]}.{name}.*{BESIDE}")
+        patch.setattr(owner, name, instead(lambda hidden: hidden * factor[0]))
+        assert_followed(model, lambda: factor.__setitem__(0, -3.0))
+    assert tokens(generator) == tokens(BatchGenerator(model)) == before
+
+
+def test_a_method_put_on_one_module_is_tried_and_followed() -> None:
+    model, factor = FAMILIES["gemma2"](), [1.0]
+    norm, generator = model.model.layers[1].input_layernorm, BatchGenerator(model)
+    norm._norm = MethodType(lambda self, hidden: NORM(self, hidden + hidden.roll(1, 1)), norm)
+    assert_refused(model, generator, f"layers.1.input_layernorm`.*{BESIDE}")
+    norm._norm = MethodType(lambda self, hidden: NORM(self, hidden) * factor[0], norm)
+    assert_followed(model, lambda: factor.__setitem__(0, -3.0))
+
+
+def test_a_function_for_experts_that_was_registered_is_tried_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, factor = FAMILIES["mixtral"](), [1.0]
+
+    def mixes(experts: Any, hidden: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
+        return batched_mm_experts_forward(experts, hidden + hidden.roll(1, 0), *chosen)
+
+    def scales(experts: Any, hidden: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
+        return batched_mm_experts_forward(experts, hidden, *chosen) * factor[0]
+
+    generator = BatchGenerator(model)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", mixes)
+    tokens(generator)
+    model.set_experts_implementation("mine")
+    assert_refused(model, generator, f"the experts function `mine`.*{BESIDE}")
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", scales)
+    assert_followed(model, lambda: factor.__setitem__(0, -3.0))
 
 
 class Reads(Around):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from functools import cached_property, partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_te
 # What a rotary embedding notes of its config, and does not change while it runs.
 _OF_ROPE = ("rope_type", "original_max_seq_len")
 _METHODS = (property, classmethod, staticmethod)
+# Where each of these holds the function that it calls.
+_CALLS: dict[type, str] = dict.fromkeys((MethodType, classmethod, staticmethod), "__func__")
+_CALLS |= {property: "fget", cached_property: "func", partial: "func"}
 _WITHOUT_DATA = torch.device("meta")
 
 
@@ -184,8 +188,14 @@ def _replaceable(classes: list[type], homes: list[ModuleType]) -> Iterator[Any]:
 
 def token_of(value: Any) -> object:
     """Equal for the same code alone. Holds no object that may hold the model, and no address without what lay there."""
-    code = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", value)))
-    return id(value), type(value), getattr(code, "__code__", None)
+    return id(value), type(value), getattr(plain_function(value), "__code__", None)
+
+
+def plain_function(value: Any) -> Any:
+    """What a method, a property or a partial calls."""
+    while (name := _CALLS.get(type(value))) is not None:
+        value = getattr(value, name)
+    return value
 
 
 def state_of(config: PreTrainedConfig) -> object:

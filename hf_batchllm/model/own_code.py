@@ -1,4 +1,4 @@
-"""Which code in a model is custom: modules, functions held by modules, and functions put in place of torch's.
+"""Which code in a model is custom: modules, functions held by modules, and what replaces code of transformers or torch.
 
 Code of transformers, or of torch, counts as custom where the model's class does not put it there: a module that mixes
 tokens (a recurrent layer, a softmax over the row) is harmless in its own model alone.
@@ -6,20 +6,21 @@ tokens (a recurrent layer, a softmax over the row) is harmless in its own model 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import code_home
-from .code_in_use import token_of
+from .code_in_use import REPLACEABLE, plain_function, token_of
 from .owners_code import KNOWN_LIBRARIES, is_theirs
 
 # Wrappers and quantised layers, which stand in place of what the class makes.
@@ -52,6 +53,11 @@ _EACH_TOKEN = frozenset(
 _COMPILED = "_orig_mod"  # what ``torch.compile(module)`` wrapped, by its name in the wrapper
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
 _SKIPPED = frozenset(["forward", "_old_forward", "_compiled_call_impl", "generate"])  # looked at elsewhere
+# Python modules of transformers whose classes are layers, and where these import functions from that wrap no others.
+_OF_LAYERS = ("transformers.models.", "transformers.activations", "transformers.modeling_layers")
+_IMPORTED = frozenset(["safetensors", "kernels", *sys.stdlib_module_names]) - {"functools", "contextlib"}
+# Of their names: those of attention and of generation are looked at elsewhere, and models are made before.
+_APART = frozenset([*_SKIPPED, *REPLACEABLE, "eager_attention_forward", "__init__"])
 _DATA = frozenset([int, float, bool, str, type(None), dict, list, tuple, set, torch.Size, torch.dtype, torch.Tensor])
 _OF_TABLES = ("pos", "cos", "sin", "freq", "rope", "rotary")  # in names of tensors with a row for each position
 _FEWEST_POSITIONS = 32  # smaller tables are of something else
@@ -68,7 +74,7 @@ class AsMade:
 
 def as_made(copy: nn.Module) -> AsMade:
     modules = every_module(copy)
-    functions = tuple(_plain(value) for _, value in _callables(modules))
+    functions = tuple(plain_function(value) for _, value in _callables(modules))
     return AsMade(frozenset(map(type, modules)), dict(_places(copy)), functions)
 
 
@@ -77,21 +83,21 @@ class OwnCode:
     """One look at a model."""
 
     found: list[tuple[nn.Module, Any]]  # each module with such code, and the code: a ``forward``, a class, a function
-    of_torch: dict[str, Any]  # functions that stand in place of torch's, by name
+    replacing: dict[str, Any]  # functions, methods and properties in place of transformers' or torch's, by name
 
     def __bool__(self) -> bool:
-        return bool(self.found or self.of_torch)
+        return bool(self.found or self.replacing)
 
     @property
     def may_change(self) -> bool:
         """Whether it may compute something else without a trace in the model: it may read anything."""
         known = KNOWN_LIBRARIES | _QUANTISERS
-        return bool(self.of_torch) or any(_library_of(*each) not in known for each in self.found)
+        return bool(self.replacing) or any(_library_of(*each) not in known for each in self.found)
 
     def shows(self) -> list[object]:
         """Equal for the same code alone."""
         of_modules = [(id(module), token_of(code)) for module, code in self.found]
-        return [*of_modules, *map(token_of, self.of_torch.values())]
+        return [*of_modules, *map(token_of, self.replacing.values())]
 
 
 def find_own_code(model: nn.Module, modules: Sequence[nn.Module], made: AsMade | None) -> OwnCode:
@@ -99,7 +105,7 @@ def find_own_code(model: nn.Module, modules: Sequence[nn.Module], made: AsMade |
     found = [*_own_forwards(modules), *_own_functions(modules, made)]
     if made is not None:
         found += [(modules[place], type(modules[place])) for place in _strange_places(model, made)]
-    return OwnCode(found, dict(_replaced_functions()))
+    return OwnCode(found, {**dict(_replacing_torchs()), **dict(_replacing_transformers(modules))})
 
 
 def shortest_table(model: PreTrainedModel, own: OwnCode) -> int | None:
@@ -154,7 +160,7 @@ def _is_harmless(kind: type, made: AsMade) -> bool:
 def _own_functions(modules: Sequence[nn.Module], made: AsMade | None) -> Iterator[tuple[nn.Module, Any]]:
     known = frozenset(map(id, () if made is None else made.functions))
     for module, value in _callables(modules):
-        function = _plain(value)
+        function = plain_function(value)
         if id(function) in known or (made is None and isinstance(function, BuiltinFunctionType)):
             continue
         if function is checkpoint:  # left by gradient checkpointing: it runs the layer that it is given
@@ -173,7 +179,9 @@ def _callables(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
         for key, value in held.items():
             if type(value) in _DATA or key in _TORCHS_OWN or not callable(value) or isinstance(value, type | nn.Module):
                 continue
+            # One that replaces none of its class is called by nothing that was there before.
             a_method = isinstance(value, MethodType) and value.__self__ is module
+            a_method = a_method and (key in _APART or not hasattr(type(module), key))
             if not a_method and not any(held.get(name) is value for name in _SKIPPED):
                 yield module, value
 
@@ -186,8 +194,7 @@ def _library_of(module: nn.Module, code: Any) -> str:
     return code_home(code).partition(".")[0]
 
 
-def _replaced_functions() -> Iterator[tuple[str, Any]]:
-    """Functions that stand in place of torch's."""
+def _replacing_torchs() -> Iterator[tuple[str, Any]]:
     for home in (torch, nn.functional):
         for name, each in vars(home).items():
             if not isinstance(each, FunctionType) or name.startswith("_"):
@@ -196,15 +203,27 @@ def _replaced_functions() -> Iterator[tuple[str, Any]]:
                 yield f"{home.__name__}.{name}", each
 
 
-def _plain(function: Any) -> Any:
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__func__", function)
+def _replacing_transformers(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Methods and properties of the modules' classes, functions beside these classes, and functions for experts."""
+    bases = dict.fromkeys(base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__)
+    classes = [base for base in bases if base.__module__.startswith(_OF_LAYERS)]
+    homes = [name for name in dict.fromkeys(each.__module__ for each in classes) if name in sys.modules]
+    of_classes = [(f"{each.__module__}.{each.__qualname__}", vars(each)) for each in classes]
+    for owner, held in (*of_classes, *((name, vars(sys.modules[name])) for name in homes)):
+        for name, each in held.items():
+            if name in _APART or isinstance(each, type | ModuleType) or not callable(function := plain_function(each)):
+                continue
+            home = code_home(function).partition(".")[0]
+            theirs = is_theirs(function) if isinstance(function, FunctionType) else home == "transformers"
+            if not theirs and home not in _IMPORTED:
+                yield f"{owner}.{name}", each
+    configs = (module.__dict__.get("config") for module in modules)
+    for kind in dict.fromkeys(getattr(config, "_experts_implementation", None) for config in configs):
+        if kind is not None and (experts := ALL_EXPERTS_FUNCTIONS.get(kind)) is not None and not is_theirs(experts):
+            yield f"the experts function `{kind}`", experts
 
 
 def _home(function: Any) -> str:
-    if isinstance(function, BuiltinFunctionType):
-        return "torch"
     home: str = getattr(function, "__module__", None) or type(function).__module__
     return home
 

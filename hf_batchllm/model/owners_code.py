@@ -5,8 +5,7 @@ That is an attention function or a mask: where it is not transformers' own, the 
 
 from __future__ import annotations
 
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers.integrations import sdpa_attention
 
 from ..errors import UnsupportedModelError
 from ..patches.uncompiled import past_trainers
-from .code_in_use import CodeInUse
+from .code_in_use import CodeInUse, plain_function
 
 _THEIRS = frozenset(["transformers", "torch", "contextlib", "functools", "peft", "accelerate", "hf_batchllm"])
 # Libraries whose modules and hooks change nothing, or treat every token alike; where one does not, ``batch_dependent``
@@ -103,11 +102,8 @@ def is_theirs(function: Any) -> bool:
     Decided by where the code stands: wrappers copy names and modules (``functools.wraps``).
     """
     while True:
-        if isinstance(function, partial):
-            function = function.func
-        elif isinstance(function, MethodType | classmethod | staticmethod):
-            function = function.__func__
-        elif not isinstance(function, FunctionType):
+        function = plain_function(function)
+        if not isinstance(function, FunctionType):
             return _top(type(function).__module__) in _THEIRS
         elif (called := past_trainers(function)) is not function:
             function = called
@@ -124,7 +120,6 @@ def _top(home: str) -> str:
 
 
 def _described(function: Any) -> str:
-    while isinstance(function, partial):
-        function = function.func
+    function = plain_function(function)
     shown = function if hasattr(function, "__qualname__") else type(function)
     return f"{shown.__module__}.{shown.__qualname__}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from ..inputs.base_model import base_model
 from ..notices import Notices
 from ..patches.uncompiled import Uncompiled, every_module
 from .batch_dependent import depends_on_batch
+from .code_in_use import plain_function
 from .generation_methods import own_methods
 from .owners_code import KNOWN_LIBRARIES
 
@@ -88,7 +88,6 @@ def _hooks_of(module: nn.Module) -> list[Any]:
 
 
 def _is_owners(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
+    hook = plain_function(hook)
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
     return home.partition(".")[0] not in KNOWN_LIBRARIES

@@ -318,4 +318,4 @@ def _place_of(model: nn.Module, own: OwnCode) -> str:
     for path, module in reversed(list(model.named_modules())):
         if id(module) in known:
             return f"{f'`{path}`, ' if path else ''}{type(module).__module__}.{type(module).__qualname__}"
-    return ", ".join(own.of_torch) or type(model).__qualname__
+    return ", ".join(own.replacing) or type(model).__qualname__
