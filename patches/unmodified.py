@@ -64,6 +64,9 @@ def why_not_own(module: nn.Module | None, home: str, name: str) -> str | None:
     if "forward" in module.__dict__ and not gives_its_part(module):
         sharded = has_sharded_forward(module)
         return "is sharded, and shares its work in a way of its own" if sharded else "has a forward of its own"
+    for key, each in module.__dict__.items():
+        if key != "forward" and callable(each) and callable(getattr(cls, key, None)):
+            return f"has a `{key}` of its own"
     if not is_function(type(module).forward, home, f"{name}.forward"):
         return f"is a {name} whose forward has been replaced"
     return None

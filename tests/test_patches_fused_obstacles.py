@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from support_kernels import INTERPRETED
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -195,6 +197,21 @@ def test_a_wrapper_that_has_taken_over_the_name_is_noticed(monkeypatch: pytest.M
     assert not reasons(new_model())
 
 
+def test_what_fused_layers_would_not_call(fusing: Fusing, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = new_model("gemma2"), Gemma2RMSNorm._norm
+    before = own_logits(monkeypatch, model)
+    norm = a_layer(model).input_layernorm
+    norm._norm = types.MethodType(lambda self, x: own(self, x) * -3, norm)
+    found = fusing.assert_nothing_changes(model, some_prompts(3))
+    assert fusing and not torch.allclose(found[-1], before, atol=1e-4)
+    assert reasons(model) == "norms of 1 of 3 layers: `input_layernorm` has a `_norm` of its own"
+    del norm._norm, fusing[:]
+    monkeypatch.setattr(Gemma2RMSNorm, "_norm", lambda self, x: own(self, x) * -3)
+    found = fusing.assert_nothing_changes(model, some_prompts(3))
+    assert not fusing and not torch.allclose(found[-1], before, atol=1e-4)
+    assert run(model).report.fused == f"nothing: {Gemma2RMSNorm.__module__}.Gemma2RMSNorm._norm has been replaced"
+
+
 def test_norms_of_queries_and_keys_that_differ() -> None:
     model = new_model("qwen3")
     a_layer(model).self_attn.q_norm.variance_epsilon *= 2
@@ -250,7 +267,7 @@ OF_EXPERTS: dict[str, tuple[Change, str]] = {
     "indices edited between the two": (at("mlp", _edited_between), ""),
     "a gate of its own": (
         at(EXPERTS, setattr, "_apply_gate", lambda both: both.chunk(2, dim=-1)[1] * 0.5),
-        f"{LEFT}: its gate has been replaced",
+        f"{LEFT}: `experts` has a `_apply_gate` of its own",
     ),
     "experts of the owner's": (at("mlp", setattr, "experts", Own()), f"{LEFT}: the experts are a Own {HERE}"),
     "a subclass": (at(EXPERTS, as_class, Mine), f"{LEFT}: the experts are a Mine {HERE}"),

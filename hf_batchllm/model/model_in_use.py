@@ -10,10 +10,12 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..inputs.adapters import adapter_configs
+from ..inputs.base_model import base_model
 from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
 from ..patches.fixed_products import WideProducts
 from ..patches.fusion import FusedLayers, Fusion
+from ..patches.uncompiled import every_module
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .batch_builder import BatchBuilder
@@ -46,6 +48,7 @@ class ModelInUse:
         self._fusion = fusion
         self._notices = notices
         self._fused: FusedLayers | None = None
+        self._replaced: str | None = None  # code of transformers or torch, for whose sake nothing is fused
         self.runner: ModelRunner | None = None
         self.wide_products: WideProducts | None = None  # of later runners, as an AttentionBackend has it
 
@@ -73,7 +76,10 @@ class ModelInUse:
     def fuse(self) -> None:
         """Merge the weights of fused layers: before the KV cache takes the memory that is free."""
         kernels = fused_kernels(self._config, self.device)
-        if kernels is not None:
+        if kernels is not None:  # they stand for all code that a layer would call
+            inner = base_model(self.model)
+            self._replaced = next(iter(self.architecture.own_code.found_in(inner, every_module(inner)).replacing), None)
+        if kernels is not None and self._replaced is None:
             kernels = without_refused(kernels, self._fusion, self._config, self.device)
             ranks = self.architecture.ranks
             if ranks.size > 1:
@@ -150,4 +156,6 @@ class ModelInUse:
     @property
     def fused_summary(self) -> str:
         """For the report; empty where nothing was to be fused."""
+        if self._replaced is not None:
+            return f"nothing: {self._replaced} has been replaced"
         return self._fusion.summary if self._fused is not None else ""
