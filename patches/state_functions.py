@@ -284,11 +284,19 @@ def _called_by(cls: type[nn.Module], names: Iterable[str] = _STAND_INS) -> list[
     forward = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not code_home(forward).startswith("transformers.models."):
         return []
-    return [name for name in names if name in forward.__code__.co_names and _is_own(forward.__globals__.get(name))]
+    held = [(name, forward.__globals__.get(name)) for name in forward.__code__.co_names]
+    homes = {name: _written_in(each) for name, each in held if callable(each) and not isinstance(each, type)}
+    if any(not home.startswith(("transformers.", "torch")) for home in homes.values()):
+        return []  # of a user's function nobody knows what it keeps; some of these run in ``generate`` alone
+    return [name for name in names if homes.get(name, "").startswith("transformers.models.")]
 
 
-def _is_own(function: Any) -> bool:
-    return callable(function) and code_home(inspect.unwrap(function)).startswith("transformers.models.")
+def _written_in(function: Any) -> str:
+    """The Python module in which a function was written, past what transformers has put around it."""
+    function = _unwrapped(function)
+    while code_home(function).startswith("transformers.") and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return code_home(function)
 
 
 _OWN = "_hf_batchllm_own"  # what a stand-in keeps: the function in whose place it is

@@ -16,6 +16,7 @@ from torch import nn
 from torch.ao.quantization import MinMaxObserver
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.llama import modeling_llama
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
@@ -105,6 +106,18 @@ def test_a_method_put_on_one_module_is_tried_and_followed() -> None:
     assert_refused(model, generator, f"layers.1.input_layernorm`.*{BESIDE}")
     norm._norm = MethodType(lambda self, hidden: NORM(self, hidden) * factor[0], norm)
     assert_followed(model, lambda: factor.__setitem__(0, -3.0))
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d_fn", "causal_conv1d_update"])
+def test_a_function_that_mixers_call_is_refused_where_it_is_replaced(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrapped or not, and where ``generate`` alone calls it."""
+    model, own = FAMILIES["lfm2"](), getattr(modeling_lfm2, name)
+    generator = BatchGenerator(model)
+    for around in (functools.wraps(own), lambda function: function):
+        monkeypatch.setattr(modeling_lfm2, name, around(lambda *args, **more: own(*args, **more) * 2))
+        assert_refused(model, generator, "should carry a state through 2 layers .* 0 were found")
 
 
 def test_a_function_for_experts_that_was_registered_is_tried_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
