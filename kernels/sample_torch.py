@@ -5,10 +5,11 @@ They pick tokens on a CPU, and are the reference in the kernels' tests.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 from .sampling_recipes import Recipe, RowRecipes
 
@@ -50,8 +51,6 @@ def gumbel_sample(
     drawn, by the sum of its tokens' weights, then one of its tokens: noise is made for few tokens, not for all.
     Rows whose recipe is greedy get the token of ``greedy``.
     """
-    rows, vocabulary = logits.shape
-    size = min(SAMPLE_BLOCK, vocabulary)
     recipes = temperature
     if not isinstance(recipes, RowRecipes):
         recipes = RowRecipes.same(Recipe(temperature=recipes), logits)
@@ -62,18 +61,53 @@ def gumbel_sample(
         logits = torch.where(logits < threshold[:, None], -float("inf"), logits.float())
     if ceiling is not None:
         logits = torch.where(logits > ceiling[:, None], -float("inf"), logits.float())
-    scores = functional.pad(logits.double() / temperatures, (0, -vocabulary % size), value=-float("inf"))
-    scores = scores.view(rows, -1, size)  # [rows, blocks, size]
-    keys = [each.long().unsqueeze(1) for each in (seed, prompt, sample, position)]
-    begin = torch.arange(0, vocabulary, size, device=logits.device)
-    # Of exponential variables divided by weights, each is the smallest with a probability in proportion to its weight.
-    heavy = scores.logsumexp(dim=2) - exponential(begin.expand(rows, -1), *keys, second=True).log()  # [rows, blocks]
-    best, block = torch.where(heavy.isnan(), float("inf"), heavy).max(dim=1)
-    inside = scores[torch.arange(rows, device=logits.device), block]  # [rows, size]
-    token = begin[block].unsqueeze(1) + torch.arange(size, device=logits.device)
-    tokens = begin[block] + (inside - exponential(token, *keys).log()).argmax(dim=1)
-    tokens = torch.where(drawing, torch.where(best.isfinite(), tokens, -1), best_tokens)
+    keys = [each.long() for each in (seed, prompt, sample, position)]
+    drawn = draw(logits.double() / temperatures, keys, block_noise(logits.shape[1], keys))
+    tokens = torch.where(drawing, drawn, best_tokens)
     return tokens if out is None else out.copy_(tokens)
+
+
+def draw(
+    scores: torch.Tensor,  # [rows, n] float32 or float64
+    keys: Iterable[torch.Tensor],  # int64  seed [1] or [rows]; prompt, sample and position [rows]
+    blocks: torch.Tensor,  # [rows, blocks]  their noise, as from ``block_noise``
+    ids: torch.Tensor | None = None,  # [rows, n] int64  the tokens that have these scores; None: all, in order
+) -> torch.Tensor:  # [rows] int64
+    """One token a row from softmax(scores), as ``gumbel_sample`` draws it: with ``ids``, as if all others had -inf.
+
+    Noise is made where the keys and ``blocks`` are: on the host, if the scores' device has no float64.
+    """
+    place, device, vocabulary = blocks.device, scores.device, scores.shape[1]
+    if ids is None:
+        weights = block_sums(scores.softmax(dim=1)).to(place)
+    else:
+        scores, ids = scores.to(place), ids.to(place)
+        weights = torch.zeros_like(blocks).scatter_add_(1, ids // SAMPLE_BLOCK, scores.double().softmax(dim=1))
+    # Of exponential variables divided by weights, each is the smallest with a probability in proportion to its weight.
+    best, block = (weights.double().log() - blocks).max(dim=1, keepdim=True)
+    if ids is None:
+        ids = block * SAMPLE_BLOCK + torch.arange(min(SAMPLE_BLOCK, vocabulary), device=place)
+        ids = ids.clamp(max=vocabulary - 1)  # the last token again makes no difference
+        inside = scores.gather(1, ids.to(device)).to(place)
+    else:
+        inside = scores.masked_fill(ids // SAMPLE_BLOCK != block, -float("inf"))
+    noise = exponential(ids, *(each.unsqueeze(1) for each in keys)).log()
+    drawn = (inside.double() - noise).argmax(dim=1, keepdim=True)
+    return torch.where(best.isfinite(), ids.gather(1, drawn), -1)[:, 0].to(device)
+
+
+def block_noise(vocabulary: int, keys: Iterable[torch.Tensor]) -> torch.Tensor:  # [rows, blocks] float64
+    """The noise that blocks are drawn with, to be taken from the logarithms of their weights."""
+    columns = [each.unsqueeze(1) for each in keys]
+    begin = torch.arange(0, vocabulary + 1, SAMPLE_BLOCK, device=columns[0].device)
+    return exponential(begin, *columns, second=True).log()
+
+
+def block_sums(weights: torch.Tensor) -> torch.Tensor:  # [rows, blocks]
+    """What the tokens of each block weigh together. After whole blocks comes one of none."""
+    whole = weights.shape[1] // SAMPLE_BLOCK * SAMPLE_BLOCK
+    blocks = weights[:, :whole].unflatten(1, (whole // SAMPLE_BLOCK, SAMPLE_BLOCK))
+    return torch.cat([blocks.sum(dim=2), weights[:, whole:].sum(dim=1, keepdim=True)], dim=1)
 
 
 def exponential(
@@ -86,32 +120,27 @@ def exponential(
     second: bool = False,  # a second variable, from the other two words of the token's draw
 ) -> torch.Tensor:  # float64
     """Exponential variables, never 0 and never infinite, exact in both tails down to probabilities of 2^-64."""
-    counter = torch.broadcast_tensors(token, position, sample, prompt)
-    words = philox(counter, (seed & _WORD, seed >> 32 & _WORD))
+    given = token, position, sample, prompt, seed & _WORD, seed >> 32 & _WORD
+    if token.device.type == "cpu":  # NumPy takes half the time of PyTorch
+        words = [torch.from_numpy(word) for word in philox(*(each.numpy() for each in given))]
+    else:
+        words = philox(*given)
     high, low = words[2:] if second else words[:2]
     # 63 bits make a number below one half, the last bit says at which end of (0, 1) it lies.
     half = (high >> 1).double() * 2.0**-32 + (low.double() + 0.5) * 2.0**-64
     return -torch.where(high & 1 == 1, torch.log1p(-half), half.log())
 
 
-def philox(
-    counter: tuple[torch.Tensor, ...] | list[torch.Tensor], key: tuple[torch.Tensor, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Philox 4x32: four words from four and a key of two, each in the low half of an int64."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> list[Any]:
+    """Philox 4x32: four words from four and a key of two, each in the low half of an int64.
+
+    They are tensors, or NumPy's arrays.
+    """
     for _ in range(PHILOX_ROUNDS):
-        (high0, low0), (high1, low1) = _times(c0, _MULTIPLIERS[0]), _times(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the lowest 64 bits, one of them in a sign's place
+        c0, c1, c2, c3 = (y >> 32 ^ c1 ^ k0) & _WORD, y, (x >> 32 ^ c3 ^ k1) & _WORD, x
         k0, k1 = k0 + _WEYL[0] & _WORD, k1 + _WEYL[1] & _WORD
-    return [c0, c1, c2, c3]
-
-
-def _times(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high and the low word of a product, without passing int64's sign."""
-    low = (word & 0xFFFF) * factor
-    high = (word >> 16) * factor + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+    return [c0, c1 & _WORD, c2, c3 & _WORD]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
+from hf_batchllm.inputs.seeds import as_int64
+from hf_batchllm.kernels.sample_torch import SAMPLE_BLOCK, exponential
+
 SIDES = 3.09  # standard deviations: once in a thousand on each side
 
 
@@ -29,10 +32,14 @@ def processors_of(model: Any, prompt_tokens: int, **options: Any) -> LogitsProce
     return model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device="cpu", model_kwargs={})
 
 
-def expected_token(scores: torch.Tensor, uniform: float) -> int:
-    """By the book: the first token, in the order of the vocabulary, up to which there is more than ``uniform``."""
-    reached = scores.double().softmax(dim=-1).cumsum(dim=-1).numpy()
-    return int(np.searchsorted(reached, uniform * reached[-1], side="right"))
+def expected_token(scores: torch.Tensor, seed: int, index: int, sample: int, position: int) -> int:
+    """By the book: the best block of the vocabulary after its noise, and the best of its tokens after theirs."""
+    key = [torch.tensor([each]) for each in (as_int64(seed), index, sample, position)]
+    blocks = scores.double().split(SAMPLE_BLOCK)
+    weights, begin = torch.stack([each.logsumexp(0) for each in blocks]), torch.arange(len(blocks)) * SAMPLE_BLOCK
+    best = int((weights - exponential(begin, *key, second=True).log()).argmax())
+    token = begin[best] + torch.arange(len(blocks[best]))
+    return int(token[(blocks[best] - exponential(token, *key).log()).argmax()])
 
 
 def critical_value(freedom: int, sides: float) -> float:

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling.host_sampler import HostSampler
+from hf_batchllm.sampling.noise import Noise
+from hf_batchllm.sampling.sampling_kernels import SamplingKernels
 
 LARGE = 262_144
 HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
@@ -35,10 +37,17 @@ def large_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=LARGE, **sizes))
 
 
-def sampler(seed: int | None, model: Any = None, **options: Any) -> HostSampler:
+def sampler(
+    seed: int | None, model: Any = None, kernels: SamplingKernels | None = None, record: Any = None, **options: Any
+) -> HostSampler:
     model = model or large_model()
     options = {"do_sample": seed is not None, "max_new_tokens": 50, **options}
-    return HostSampler(model, [resolve_options(model, None, options)] * 10_000, seed)
+    every = [resolve_options(model, None, options)] * 10_000
+    return HostSampler(model, every, seed, record=record, kernels=kernels)
+
+
+def noise_for(requests: Sequence[Request], vocabulary: int, seed: int = 5, device: Any = "cpu") -> Noise:
+    return Noise.for_requests(seed, requests, vocabulary, torch.device(device))
 
 
 def requests_of(count: int, lengths: Sequence[tuple[int, int]] = ((3, 0),), vocabulary: int = 97) -> list[Request]:

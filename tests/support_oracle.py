@@ -17,47 +17,36 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_batchllm import Generation
 from hf_batchllm.inputs.seeds import as_int64
-from hf_batchllm.kernels.sample_torch import exponential
-from hf_batchllm.sampling.noise import uniforms
+from hf_batchllm.kernels.sample_torch import SAMPLE_BLOCK, block_noise, block_sums, exponential
 from hf_batchllm.sampling.processor_chains import BLIND_TO_HISTORY
 from hf_batchllm.sampling.rows_together import apply_blind
 
 NEAR_TIE = 1e-3  # of scores
-NEAR_EDGE = 1e-5  # of the distribution function: which side a rounded sum is on says nothing
+NEAR_EDGE = 1e-4  # of scores after noise: which of two so near is drawn says nothing
 ROUNDING = 1e-5  # of scores: a warper may keep a token, or cut it off, by less than this
 TRIES = 64  # with scores rounded otherwise
 
 
-class _HostNoise:
-    """Passes the distribution function at the token."""
-
-    edge = NEAR_EDGE
-
-    def __init__(self, seed: int, asked: Any) -> None:
-        self._uniform = float(uniforms(seed, [asked])[0])
-
-    def inside(self, shares: torch.Tensor, token: int) -> torch.Tensor:  # [tries, vocabulary] -> [tries]
-        """How far from giving another token; negative where it gives another."""
-        reached = shares.cumsum(dim=-1)
-        reached = reached / reached[:, -1:]
-        low = reached[:, token - 1] if token else torch.zeros_like(reached[:, 0])
-        return torch.minimum(self._uniform - low, reached[:, token] - self._uniform)
-
-
-class _DeviceNoise:
-    """Makes the token the best, as drawn for a model on a GPU."""
-
-    edge = 1e-4  # of scores
+class Noise:
+    """Makes the token the best of its block, and the block the best of all."""
 
     def __init__(self, seed: int, asked: Any, vocabulary: int) -> None:
-        where = (torch.tensor([each]) for each in (as_int64(seed), asked.index, asked.sample, len(asked.generated)))
-        self._log = exponential(torch.arange(vocabulary), *where).log()
+        key = [torch.tensor([each]) for each in (as_int64(seed), asked.index, asked.sample, len(asked.generated))]
+        self._tokens, self._blocks = exponential(torch.arange(vocabulary), *key).log(), block_noise(vocabulary, key)
 
-    def inside(self, shares: torch.Tensor, token: int) -> torch.Tensor:
-        scores = shares.log() - self._log
-        others = scores.clone()
-        others[:, token] = -torch.inf
-        return scores[:, token] - others.max(dim=-1).values
+    def inside(self, shares: torch.Tensor, token: int) -> torch.Tensor:  # [tries, vocabulary] -> [tries]
+        """How far it is from giving another token; negative where it gives another."""
+        block = token // SAMPLE_BLOCK
+        scores = (shares.log() - self._tokens)[:, block * SAMPLE_BLOCK : (block + 1) * SAMPLE_BLOCK]
+        of_blocks = block_sums(shares).log() - self._blocks
+        return torch.minimum(_ahead(of_blocks, block), _ahead(scores, token % SAMPLE_BLOCK))
+
+
+def _ahead(scores: torch.Tensor, place: int) -> torch.Tensor:
+    """How far the score at ``place`` is above all others."""
+    others = scores.clone()
+    others[:, place] = -torch.inf
+    return scores[:, place] - others.max(dim=-1).values
 
 
 class Stray(AssertionError):
@@ -106,7 +95,7 @@ class _Warpers(LogitsProcessor):
         self.scores = scores.clone()
         return scores
 
-    def may_give(self, token: int, noise: _HostNoise | _DeviceNoise) -> bool:
+    def may_give(self, token: int, noise: Noise) -> bool:
         """Whether the noise draws the token once the scores are rounded otherwise, as in a model that runs in batches.
 
         Two tokens may be at the same distance from a warper's edge: rounding decides then which of them is left.
@@ -115,7 +104,7 @@ class _Warpers(LogitsProcessor):
         moved = torch.randn(TRIES, self.scores.shape[-1], generator=generator) * ROUNDING
         scores = self.scores + moved.to(self.scores)
         left = apply_blind(self.warpers, scores).double().softmax(dim=-1).cpu()  # [tries, vocabulary]
-        return bool(((left[:, token] > 0) & (noise.inside(left, token) >= -noise.edge)).any())
+        return bool(((left[:, token] > 0) & (noise.inside(left, token) >= -NEAR_EDGE)).any())
 
 
 def _check_sampled(model: PreTrainedModel, row: Generation, options: dict[str, Any], seed: int) -> bool:
@@ -134,14 +123,13 @@ def _check_sampled(model: PreTrainedModel, row: Generation, options: dict[str, A
             raise Stray(f"prompt {row.index} ended after {step} tokens, and generate goes on: {row.token_ids}")
         asked = SimpleNamespace(generated=row.token_ids[:step], sample=row.sample, index=row.index)
         shares, token = probabilities[:1].double().cpu(), row.token_ids[step]
-        on_gpu = probabilities.device.type == "cuda"
-        noise = _DeviceNoise(seed, asked, shares.shape[-1]) if on_gpu else _HostNoise(seed, asked)
+        noise = Noise(seed, asked, shares.shape[-1])
         could_come, inside = bool(shares[0, token] > 0), float(noise.inside(shares, token))
-        drawn = could_come and inside >= -noise.edge
+        drawn = could_come and inside >= -NEAR_EDGE
         if not drawn and not noted[-1].may_give(token, noise):
             why = "is not what the noise draws" if could_come else "could not come"
             raise AssertionError(f"prompt {row.index}, token {step}: {token} {why}")
-        whole &= drawn and inside > noise.edge
+        whole &= drawn and inside > NEAR_EDGE
         step += 1
         return torch.tensor([[token]], device=probabilities.device)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support_device_without_float64 import NoFloat64Error, There, brought, device_without_float64
 from support_families import build
+from support_host_sampler import noise_for, requests_of
 from support_kernels import plain
 from support_parity import assert_parity, mixed_prompts
 from torch import nn
@@ -23,8 +24,7 @@ from transformers.generation import logits_process as processors
 from hf_batchllm import BatchGenerator
 from hf_batchllm.model.fingerprint import fingerprint
 from hf_batchllm.model.float64 import has_float64, in_float64, place_of_float64
-from hf_batchllm.sampling.host_sampler import draw_tokens
-from hf_batchllm.sampling.noise import Inversion
+from hf_batchllm.sampling.host_sampler import drawn
 
 pytestmark = plain
 NEW_TOKENS = 6
@@ -254,9 +254,9 @@ def test_a_run_over_files_knows_its_model(mps: torch.device) -> None:
 def test_tokens_of_a_large_vocabulary(mps: torch.device, warpers: list[Any], spread: float) -> None:
     generator = torch.Generator().manual_seed(1)
     scores = spread * torch.randn(40, 30_000, generator=generator)
-    uniform = torch.rand(40, generator=generator, dtype=torch.float64)
-    found = draw_tokens(scores.to(mps), Inversion(uniform), warpers)
-    assert found == draw_tokens(scores, Inversion(uniform), warpers)
+    some = requests_of(40)
+    found = drawn(scores.to(mps), noise_for(some, 30_000, device=mps), warpers)
+    assert found.device == mps and found.tolist() == drawn(scores, noise_for(some, 30_000), warpers).tolist()
 
 
 # -- memory ----------------------------------------------------------------------------------------------------

@@ -23,13 +23,12 @@ import pytest
 import torch
 from support_accelerated import reasons
 from support_families import FAMILIES, gaps
-from support_oracle import NEAR_EDGE
+from support_oracle import NEAR_EDGE, Noise
 from support_parity import NEAR_TIE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_batchllm import accelerated
-from hf_batchllm.sampling.noise import uniforms
 
 _MODULES = ("logits_process", "stopping_criteria", "streamers", "utils", "watermarking", "configuration_utils")
 # What has to do with text and one model on a CPU; beyond it there are speech, images, diffusion and graphs.
@@ -131,13 +130,11 @@ class Twice:
 
         def as_ours(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
             step, tokens = next(steps)
-            reached = probabilities.double().cumsum(dim=1)
-            reached /= reached[:, -1:].clone()
             for row in (~ended).nonzero()[:, 0].tolist():
+                token = int(tokens[row])
                 asked: Any = SimpleNamespace(generated=range(step), sample=row % samples, index=row // samples)
-                noise, token = float(uniforms(seed, [asked])[0]), int(tokens[row])
-                low = float(reached[row, token - 1]) if token else 0.0
-                assert low - NEAR_EDGE <= noise <= float(reached[row, token]) + NEAR_EDGE
+                noise = Noise(seed, asked, probabilities.shape[1])
+                assert noise.inside(probabilities[row : row + 1], token) > -NEAR_EDGE
                 assert probabilities[row, token] > 0
             ended.logical_or_(tokens == 0)  # the EOS, and what fills up rows after it
             return tokens[:, None]

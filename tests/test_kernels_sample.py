@@ -209,15 +209,16 @@ def test_philox_is_philox() -> None:
         ),
     ]
     for counter, key, want in cases:
-        one, other = (torch.tensor([each]) for each in key)
-        assert tuple(map(int, sample_torch.philox([torch.tensor([each]) for each in counter], (one, other)))) == want
+        given = [torch.tensor([each]) for each in (*counter, *key)]
+        assert tuple(map(int, sample_torch.philox(*given))) == want
+        assert tuple(map(int, np.concatenate(sample_torch.philox(*(each.numpy() for each in given))))) == want
 
 
 @plain
 def test_noise_is_never_0_or_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     for word in (0, 1, 0xFFFFFFFE, 0xFFFFFFFF):
-        monkeypatch.setattr(sample_torch, "philox", lambda *_, word=word: [torch.full((1,), word)] * 4)
+        monkeypatch.setattr(sample_torch, "philox", lambda *_, word=word: [np.full(1, word)] * 4)
         noise = sample_torch.exponential(zero, zero, zero, zero, zero)
         assert 0 < float(noise) < 50
 

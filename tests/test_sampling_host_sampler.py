@@ -1,4 +1,4 @@
-"""From scores to tokens, step by step: the distribution function inverted, shortlists, processors that look back."""
+"""From scores to tokens, step by step: draws by the book, shortlists, processors that look back."""
 
 from __future__ import annotations
 
@@ -11,35 +11,30 @@ import pytest
 import torch
 from support_distributions import assert_drawn_from, brief, expected_token, processors_of
 from support_families import build
-from support_host_sampler import HISTORIES, LARGE, LOOKING_BACK, Discouraging, large_model, requests_of, sampler
+from support_host_sampler import (
+    HISTORIES,
+    LARGE,
+    LOOKING_BACK,
+    Discouraging,
+    large_model,
+    noise_for,
+    requests_of,
+    sampler,
+)
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processors
 
 from hf_batchllm.inputs.resolve_options import resolve_options
+from hf_batchllm.kernels.sample_torch import gumbel_sample
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import host_sampler, processor_chains, rows_together
-from hf_batchllm.sampling.host_sampler import draw_tokens
-from hf_batchllm.sampling.noise import Inversion, Noise
+from hf_batchllm.sampling.noise import Noise
+from hf_batchllm.sampling.sampling_kernels import triton_sampling
 
 FAMILY = "llama"
 
 
-# -- inverting the distribution function -----------------------------------------------------------------------
-
-
-def share(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How much of (0, 1) draws each of ``tokens``, found by bisection."""
-    rows = scores.expand(len(tokens), -1)
-
-    def boundary(reach: torch.Tensor) -> torch.Tensor:
-        low, high = torch.zeros(len(tokens), dtype=torch.float64), torch.ones(len(tokens), dtype=torch.float64)
-        for _ in range(52):
-            middle = (low + high) / 2
-            below = torch.tensor(draw_tokens(rows, Inversion(middle), [])) < reach
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return high
-
-    return boundary(tokens + 1) - boundary(tokens)
+# -- draws ----------------------------------------------------------------------------------------------------
 
 
 def shaped(kind: str, vocabulary: int) -> torch.Tensor:  # [vocabulary]
@@ -57,22 +52,25 @@ def shaped(kind: str, vocabulary: int) -> torch.Tensor:  # [vocabulary]
 @pytest.mark.parametrize(
     ("kind", "vocabulary"),
     [
-        *((kind, size) for kind in ("flat", "normal", "peaked") for size in (40, 1537)),
+        *((kind, size) for kind in ("flat", "normal", "peaked") for size in (1, 40, 2047, 2048, 2049, 6144)),
         ("flat", LARGE),
         ("peaked", LARGE),
     ],
 )
-def test_each_token_has_its_exact_share_of_the_noise(kind: str, vocabulary: int) -> None:
-    scores = shaped(kind, vocabulary)
-    probabilities = scores.double().softmax(dim=-1)
-    order = probabilities.argsort()
-    # The rarest, the most likely, and the first and the last of the vocabulary and of blocks of it.
-    tokens = torch.cat([order[:6], order[-3:], torch.tensor([0, 1, vocabulary - 2, vocabulary - 1])])
-    if vocabulary > 1000:
-        tokens = torch.cat([tokens, torch.tensor([511, 512, 513, 1023, 1024])])
-    found = share(scores, tokens)
-    # What is left of 1 near its end has steps of 2 ** -53.
-    assert ((found - probabilities[tokens]).abs() < 1e-5 * probabilities[tokens] + 4 * 2.0**-53).all()
+def test_a_cpu_draws_what_the_device_draws(kind: str, vocabulary: int) -> None:
+    scores, some = shaped(kind, vocabulary), requests_of(20, HISTORIES)
+    rows, seed = scores.expand(len(some), -1), 2**64 - 5
+    noise = noise_for(some, vocabulary, seed)
+    drawn = host_sampler.drawn(rows, noise, []).tolist()
+    assert drawn == [expected_token(scores, seed, each.index, 0, len(each.generated)) for each in some]
+    assert drawn == gumbel_sample(rows, 1.0, *noise.keys).tolist()
+    last = len(some) - 1
+    assert host_sampler.drawn(rows[-1:], noise.of([last]), []).tolist() == drawn[-1:]
+    # A list of tokens is drawn from as the whole is where all others cannot come.
+    ids = rows.topk(min(vocabulary, 100)).indices.sort(dim=-1).values
+    cut = torch.full_like(rows, -torch.inf).scatter(-1, ids, rows.gather(-1, ids))
+    of_list = noise.token(rows.gather(-1, ids), ids).tolist()
+    assert of_list == noise.token(cut).tolist() == gumbel_sample(cut, 1.0, *noise.keys).tolist()
 
 
 @pytest.mark.parametrize(("kind", "options"), [("flat", {"top_k": 0, "temperature": 0.7}), ("peaked", {"top_k": 500})])
@@ -95,17 +93,16 @@ def test_rows_with_next_to_nothing_to_draw_from() -> None:
     masked[3, :] = 0.0  # nothing but ties
     masked[4, [3, 4]] = torch.tensor([0.0, -200.0])  # the other one is beyond float32
     masked[5, 1000:] = shaped("normal", 2000)
-    # Noise is never 0 or 1, but what is left of it within a block may be.
-    ends = [0.0, 2.0**-53, 0.25, 0.4999, 0.5001, 0.75, 1 - 2.0**-53, 1.0]
     every = [[processors.TopKLogitsWarper(50)], [processors.TopPLogitsWarper(0.9)], [processors.MinPLogitsWarper(0.1)]]
     for warpers in ([], [processors.TemperatureLogitsWarper(1e-3)], *every):
-        for uniform in ends:
-            drawn = draw_tokens(masked, Inversion(torch.full((6,), uniform, dtype=torch.float64)), warpers)
+        of_tie = set()
+        for seed in range(20):
+            drawn = host_sampler.drawn(masked, noise_for(requests_of(6), 3000, seed), warpers).tolist()
             assert drawn[:2] == [2999, 0]
-            assert drawn[2] == (700 if uniform < 0.5 else 1800)
             assert drawn[4] == 3
             assert all(masked[row, token] > -torch.inf for row, token in enumerate(drawn))
-    assert draw_tokens(masked[3:4], Inversion(torch.tensor([0.50001], dtype=torch.float64)), []) == [1500]
+            of_tie.add(drawn[2])
+        assert of_tie == {700, 1800}
 
 
 def test_a_temperature_close_to_zero_is_greedy() -> None:
@@ -116,14 +113,16 @@ def test_a_temperature_close_to_zero_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("warper", [None, processors.TopKLogitsWarper(2), processors.TopPLogitsWarper(0.5)])
-def test_logits_that_are_not_numbers_are_not_drawn_from(bad: float, warper: Any) -> None:
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 2}, {"top_k": 0, "top_p": 0.5}], ids=brief)
+def test_logits_that_are_not_numbers_are_not_drawn_from(bad: float, options: dict[str, Any]) -> None:
     scores = torch.randn(3, 3000)
     scores[1, :] = bad
     if bad != -float("inf"):
         scores[1, 1:] = 0.0
+    some = requests_of(3)
     with pytest.raises(RuntimeError, match="not numbers"):
-        draw_tokens(scores, Inversion(torch.full((3,), 0.5, dtype=torch.float64)), [warper] if warper else [])
+        sampler(5, **options)(scores, some)
+    assert [token < 0 for token in sampler(5, **options).without_waiting(scores, some)] == [False, True, False]
 
 
 # -- the best scores instead of all ----------------------------------------------------------------------------
@@ -162,7 +161,7 @@ def rows_of_all_kinds() -> Iterator[tuple[str, torch.Tensor]]:
 )
 def test_a_shortlist_leaves_what_the_whole_vocabulary_would(options: dict[str, Any]) -> None:
     warpers = processors_of(large_model(), 1, **options)
-    noise = torch.rand(8, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    some = requests_of(8)
     sure = 0
     for name, scores in rows_of_all_kinds():
         expected = warpers(torch.zeros(8, 1, dtype=torch.long), scores)
@@ -177,9 +176,9 @@ def test_a_shortlist_leaves_what_the_whole_vocabulary_would(options: dict[str, A
             assert not certain[(expected > -torch.inf).sum(dim=-1) > width].any()
             sure += int(certain.sum())
         if comparable:
-            drawn = np.array([draw_tokens(scores, Inversion(uniform), warpers) for uniform in noise.T])
-            for row in range(8):
-                assert drawn[:, row].tolist() == [expected_token(expected[row], each.item()) for each in noise[row]]
+            for seed in range(10):
+                drawn = host_sampler.drawn(scores, noise_for(some, scores.shape[1], seed), warpers).tolist()
+                assert drawn == [expected_token(expected[row], seed, row, 0, 0) for row in range(8)]
     assert sure or options.get("min_p") == 0
 
 
@@ -195,7 +194,7 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
     rows = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(1))
     rows[:2] *= 8  # two with a small nucleus
     rows[3, :500] = 30  # 500 equals are the whole of it
-    noise = torch.full((4,), 0.3, dtype=torch.float64)
+    noise = noise_for(requests_of(4), 20_000)
     for warpers, tries in (
         ([processors.TopPLogitsWarper(0.9011)], [(1024, 4), (16384, 1)]),
         # 450 of 500: rounding decides, so transformers does.
@@ -203,10 +202,10 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
         ([processors.TopKLogitsWarper(50)], [(114, 4), (1824, 1)]),
     ):
         widths.clear()
-        draw_tokens(rows, Inversion(noise), warpers)
+        host_sampler.drawn(rows, noise, warpers)
         assert widths == tries
     widths.clear()
-    draw_tokens(rows, Inversion(noise), [])
+    host_sampler.drawn(rows, noise, [])
     assert [rows for _, rows in widths] == [4]
 
 
@@ -302,13 +301,15 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     ],
     ids=brief,
 )
+@pytest.mark.parametrize("looks", [False, True], ids=["cut by kernels", "cut by transformers"])
 def test_a_device_draws_the_same_and_is_waited_for_once_for_each_look(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = torch.randn(64, LARGE, generator=torch.Generator().manual_seed(4)) * 6
     some = requests_of(64, HISTORIES)
     expected = sampler(5, **options)(logits, some)
-    onto = sampler(5, copy.deepcopy(large_model()).cuda(), **options)
+    record = (lambda *_: None) if looks else None
+    onto = sampler(5, copy.deepcopy(large_model()).cuda(), triton_sampling(), record, **options)
     there = logits.cuda()
     assert onto(there, some) == expected  # and warms up
     waits = 0
@@ -329,5 +330,5 @@ def test_a_device_draws_the_same_and_is_waited_for_once_for_each_look(
         assert onto(there, some) == expected
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    cuts = options != {"top_k": 0}
+    cuts = looks and options != {"top_k": 0}
     assert waits == 1 + cuts  # the tokens; before them, whether the best scores were enough for a cut

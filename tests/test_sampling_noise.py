@@ -15,6 +15,7 @@ import pytest
 import torch
 from support_distributions import SIDES, assert_drawn_from, brief, expected_token, processors_of
 from support_families import build, reference_generate
+from support_host_sampler import noise_for
 from support_llama_calls import FAMILY, prompts
 from support_llama_calls import generator as generator  # a fixture
 from support_parity import pages_of_memory
@@ -22,11 +23,11 @@ from support_parity import watched as watched  # a fixture
 from transformers import set_seed
 
 from hf_batchllm import BatchGenerator, BatchResult, PromptError
+from hf_batchllm.kernels.sample_torch import exponential
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler
 from hf_batchllm.sampling import noise as sampling_noise
-from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens
-from hf_batchllm.sampling.noise import Inversion, philox, uniforms
+from hf_batchllm.sampling.host_sampler import HostSampler
 
 # -- the distribution, end to end ------------------------------------------------------------------------------
 
@@ -86,11 +87,10 @@ def test_each_token_is_the_one_that_its_logits_and_noise_ask_for(
         before = logits.clone()
         tokens = original(self, logits, requests)
         assert torch.equal(logits, before)  # a hook may have kept them
-        noise = uniforms(9, requests)
         for row, request in enumerate(requests):
             ids = torch.tensor([request.tokens(0, request.length).tolist()])
             scores = processors_of(model, len(request.prompt_ids), **options)(ids, logits[row : row + 1])[0]
-            assert tokens[row] == expected_token(scores, noise[row])
+            assert tokens[row] == expected_token(scores, 9, request.index, request.sample, len(request.generated))
             seen += 1
         return tokens
 
@@ -116,7 +116,12 @@ def test_sampled_calls_match_generate_where_both_draw_the_most_likely(
     monkeypatch: pytest.MonkeyPatch, generator: BatchGenerator, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: probs.argmax(dim=-1, keepdim=True))
-    monkeypatch.setattr(sampling_noise, "_invert", lambda weights, uniform: weights.argmax(dim=-1))
+
+    def most_likely(scores: torch.Tensor, keys: torch.Tensor, blocks: Any, ids: torch.Tensor | None) -> torch.Tensor:
+        best = scores.argmax(dim=-1, keepdim=True)
+        return (best if ids is None else ids.gather(-1, best))[:, 0]
+
+    monkeypatch.setattr(sampling_noise, "draw", most_likely)
     options = {"do_sample": True, "max_new_tokens": 12, **options}
     found = generator.generate(prompts(), seed=1, **options).token_ids
     assert found == [reference_generate(build(FAMILY), prompt, **options) for prompt in prompts()]
@@ -268,19 +273,6 @@ def test_without_a_seed_one_is_drawn_and_reported(generator: BatchGenerator) -> 
 # -- noise -----------------------------------------------------------------------------------------------------
 
 
-def test_philox_gives_its_published_numbers() -> None:
-    counters = np.array(
-        [[0] * 4, [0xFFFFFFFF] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], dtype=np.uint64
-    ).T
-    expected = {
-        0: "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-        2**64 - 1: "408f276d 41c83b0e a20bc7c6 6d5451fd",
-        0x299F31D0A4093822: "d16cfe09 94fdcceb 5001e420 24126ea1",
-    }
-    for row, (key, words) in enumerate(expected.items()):
-        assert " ".join(f"{int(word[row]):08x}" for word in philox(counters, key)) == words
-
-
 def places(indices: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> list[Request]:
     """In this order, the positions running fastest."""
     made, prompt = [], np.array([1], dtype=np.int32)
@@ -290,14 +282,10 @@ def places(indices: Sequence[int], samples: Sequence[int], positions: Sequence[i
     return made
 
 
-@pytest.mark.parametrize("bits", [0, 0xFFFFFFFF])
-def test_noise_is_never_0_or_1(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_noise, "philox", lambda counter, key: np.full_like(counter, bits))
-    (uniform,) = uniforms(1, places([0], [0], [0]))
-    assert 0 < uniform < 1
-    for scores in (torch.zeros(1, 5), torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]), torch.randn(1, 5000)):
-        (token,) = draw_tokens(scores, Inversion(torch.tensor([uniform])), [])
-        assert scores[0, token] > -torch.inf
+def uniforms(seed: int, requests: Sequence[Request]) -> np.ndarray:
+    """The noise of token 3 at these places, as numbers between 0 and 1."""
+    key = noise_for(requests, 10, seed).keys[:, :, None]
+    return (-exponential(torch.tensor([3]), *key)).exp()[:, 0].numpy()
 
 
 def uncorrelated(one: np.ndarray, other: np.ndarray) -> bool:

@@ -16,6 +16,7 @@ from transformers.generation import logits_process as processors
 
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
+from ..kernels.sample_torch import block_sums
 from ..kernels.sampling_recipes import Recipe
 from ..model.float64 import in_float64
 from ..model.transfers import to_device
@@ -23,7 +24,7 @@ from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .device_options import cuts_of
 from .grammar_masks import GrammarMasks, TokenMasks
-from .noise import INVALID, DeviceNoise, Inversion, Noise, block_sums, running_sums
+from .noise import INVALID, Noise
 from .nothing_to_draw import NothingToDrawError
 from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains
 from .rows_together import Histories, TokensSoFar, apply_blind, apply_looking_back
@@ -41,9 +42,9 @@ _TIES = 64  # tokens that a shortlist for top-k has beyond k: bfloat16 logits ar
 _SHORTLIST = 1024  # tokens, for cuts that keep a number not known beforehand
 _WIDER = 16  # times as many, when a shortlist was too short
 _DOUBT = 1e-6  # relative: closer to the edge of a nucleus, rounding decides, and transformers' own is taken
-_TOO_SHORT = -1  # instead of a token: the shortlist does not tell
+_TOO_SHORT = -2  # instead of a token: the shortlist does not tell
 SCORES_AT_ONCE = 3 << 24  # that are processed at a time on a device: processors make copies of them
-_SCORES_PER_CPU_THREAD = 1 << 19  # so many stay in a core's cache
+_SCORES_PER_CPU_THREAD = 1 << 20  # so many stay in a cache
 
 RecordScores = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
 
@@ -64,7 +65,7 @@ class HostSampler:
 
     ``record`` is called before tokens are picked: with the requests of some rows, their logits [rows, vocabulary], and
     their scores after all processors. The tensors are valid until it returns.
-    ``kernels``: where the device may pick tokens as well, and the noise is to be the same.
+    ``kernels``: where the device may pick tokens as well.
     ``grammars``: what the answers' grammars allow. Masks that were begun are waited for.
     ``seated``: picks the tokens of prompts whose options ask for nothing else, whatever others need. ``plain``: whether
     a prompt is one of these.
@@ -153,7 +154,8 @@ class HostSampler:
         masks = self._masks(requests, logits.device)
         at_once = rows_at_once(logits)
         picked: list[torch.Tensor] = []
-        for group in groups.values():
+        for layout, group in groups.items():
+            noise = self._noise([requests[row] for row in group], logits) if layout.options.do_sample else None
             for begin in range(0, len(group), at_once):
                 rows = group[begin : begin + at_once]
                 # As a rule there is one group, whose rows lie side by side: no copy.
@@ -166,6 +168,7 @@ class HostSampler:
                         [chains[row] for row in rows],
                         histories.some(rows),
                         None if masks is None else masks.of(rows),
+                        None if noise is None else noise.of(slice(begin, begin + at_once)),
                     )
                 )
         if ready.plain:  # last: what they keep of their tokens is then never kept twice
@@ -180,6 +183,10 @@ class HostSampler:
             tokens = torch.empty_like(tokens).index_copy_(0, to_device(order, logits.device), tokens)
         return tokens
 
+    def _noise(self, requests: Sequence[Request], logits: torch.Tensor) -> Noise:
+        assert self._seed is not None
+        return Noise.for_requests(self._seed, requests, logits.shape[1], logits.device, self._kernels)
+
     def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:
         if self.grammars is None:
             return None
@@ -193,49 +200,37 @@ class HostSampler:
         chains: Sequence[ProcessorChain],
         histories: Callable[[int], torch.Tensor],
         masks: TokenMasks | None,
+        noise: Noise | None,
     ) -> torch.Tensor:
         """The chains have the same layout, and so the same options and the same blind processors."""
         scores, blind = apply_looking_back(logits, requests, chains, histories, masks=masks), chains[0].blind
-        sampled = chains[0].layout.options.do_sample
-        if self._record is not None or not sampled:
+        if self._record is not None or noise is None:
             final = apply_blind(blind, scores)
             if self._record is not None:
                 self._record(requests, logits, final)
-            if not sampled:
+            if noise is None:
                 best = final.argmax(dim=-1)  # the lowest index among equals
                 if masks is None:
                     return best
                 return best.masked_fill_(final.amax(dim=-1) == -torch.inf, INVALID)  # the best of none is any
-        assert self._seed is not None
-        noise = self._noise(self._seed, requests, scores.device)
         layout = chains[0].layout
         if layout not in self._cuts:
             self._cuts[layout] = cuts_of(blind, layout.options) if self._record is None else None
         cuts = self._cuts[layout]
-        if cuts is not None and isinstance(noise, DeviceNoise):  # without a wait, as the device's sampler does it
+        if cuts is not None and self._kernels is not None:  # without a wait, as the device's sampler does it
             begin, recipe = cuts
             return noise.token_of(recipe, apply_blind(blind[:begin], scores))
         return drawn(scores, noise, blind)
-
-    def _noise(self, seed: Seeds, requests: Sequence[Request], device: torch.device) -> Noise:
-        if self._kernels is None:
-            return Inversion.for_requests(seed, requests, device)
-        return DeviceNoise.for_requests(seed, requests, device, self._kernels)
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------
 
 
-def draw_tokens(scores: torch.Tensor, noise: Noise, warpers: Sequence[LogitsProcessor]) -> list[int]:
-    """Draw a token for each row of ``scores`` [rows, vocabulary], after the ``warpers``, which are blind to history."""
-    tokens: list[int] = drawn(scores, noise, warpers).tolist()
-    if INVALID in tokens:
-        raise NothingToDrawError
-    return tokens
-
-
 def drawn(scores: torch.Tensor, noise: Noise, warpers: Sequence[LogitsProcessor]) -> torch.Tensor:  # [rows] int64
-    """Those tokens, where the scores are. INVALID in rows without a distribution."""
+    """Draw a token for each row of ``scores`` [rows, vocabulary], after the ``warpers``, which are blind to history.
+
+    INVALID in rows without a distribution.
+    """
     width = _first_width(warpers)
     tokens = _attempt(scores, noise, warpers, width)
     # Where the best scores may not tell, whether they do is the only wait for the device, as a rule.
@@ -253,11 +248,10 @@ def _attempt(scores: torch.Tensor, noise: Noise, warpers: Sequence[LogitsProcess
 
     A row without a distribution, because of NaN or infinities, gets INVALID.
     """
-    vocabulary = scores.shape[-1]
-    if width >= vocabulary or not _can_be_short(warpers):
-        return noise.token(apply_blind(warpers, scores), None, vocabulary)
+    if width >= scores.shape[-1] or not _can_be_short(warpers):
+        return noise.token(apply_blind(warpers, scores))
     ids, short, certain = _shortlist(scores, warpers, width)
-    token = noise.token(short, ids, vocabulary)
+    token = noise.token(short, ids)
     return torch.where((token == INVALID) | certain, token, _TOO_SHORT)
 
 
@@ -308,11 +302,11 @@ def _nucleus(
     """
     weights = scores.softmax(dim=-1)
     # The sum within softmax has an error that would show in the result; these sums of sums have next to none.
-    total = in_float64(block_sums(weights)[0]).sum(dim=-1, keepdim=True)
+    total = in_float64(block_sums(weights)).sum(dim=-1, keepdim=True)
     best = scores.amax(dim=-1, keepdim=True)
     ordered, order = short.sort(dim=-1)
     mass = in_float64((ordered - best).exp()) * (in_float64(weights.amax(dim=-1, keepdim=True)) / total)
-    reached = 1 - mass.sum(dim=-1, keepdim=True) + running_sums(mass)  # by each token and all worse ones
+    reached = 1 - mass.sum(dim=-1, keepdim=True) + _running_sums(mass)  # by each token and all worse ones
     edge = 1 - warper.top_p
     removed = reached <= edge
     removed[:, -warper.min_tokens_to_keep :] = False
@@ -320,6 +314,14 @@ def _nucleus(
     removed, doubtful = removed.to(scores.device), doubtful.to(scores.device)  # float64 may have been on the host
     left = short.masked_fill(removed.scatter(-1, order, removed), warper.filter_value)
     return left, ~doubtful
+
+
+def _running_sums(mass: torch.Tensor) -> torch.Tensor:
+    """The sums of each row's numbers up to each place."""
+    if mass.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return mass.cumsum(dim=-1)
+    # In PyTorch's deterministic mode a GPU refuses to add up floats like this.
+    return mass.cpu().cumsum(dim=-1).to(mass.device)
 
 
 # -- devices ---------------------------------------------------------------------------------------------------
