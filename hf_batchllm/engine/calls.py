@@ -65,6 +65,7 @@ class Calls:
 
     @property
     def architecture(self) -> Architecture:
+        """What was read off the model: its layers, heads and attention."""
         return self._resources.architecture
 
     def _generated(
