@@ -214,7 +214,8 @@ def _replacing_transformers(modules: Sequence[nn.Module]) -> Iterator[tuple[str,
             if name in _APART or isinstance(each, type | ModuleType) or not callable(function := plain_function(each)):
                 continue
             home = code_home(function).partition(".")[0]
-            theirs = is_theirs(function) if isinstance(function, FunctionType) else home == "transformers"
+            compiled = isinstance(function, torch.jit.ScriptFunction)  # it does not say from where
+            theirs = is_theirs(function) if isinstance(function, FunctionType) else compiled or home == "transformers"
             if not theirs and home not in _IMPORTED:
                 yield f"{owner}.{name}", each
     configs = (module.__dict__.get("config") for module in modules)
