@@ -39,7 +39,7 @@ def test_all_kernels_pass(group: str, request: pytest.FixtureRequest) -> None:
     if group == "parts":  # which are held to the last bit
         request.getfixturevalue("dot_without_blas")
     cases = list(GROUPS[group](Where(torch.device(DEVICE))).values())
-    for case in cases[:: (8 if SOME else 4) if INTERPRETED else 1]:  # the interpreter takes minutes for all of them
+    for case in cases[:: (16 if SOME else 4) if INTERPRETED else 1]:  # the interpreter takes minutes for all of them
         case()
 
 

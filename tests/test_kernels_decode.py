@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support_attention_cases import NAN, Variant
+from support_cases import SOME
 from support_decode_cases import DecodeCase, check_decode, decode_case
 from support_kernels import DEVICE, kernel, plain
 
@@ -90,8 +91,9 @@ def test_window(window: int) -> None:
 
 @kernel
 def test_softcap_and_sinks() -> None:
-    check(replace(SMALL, softcap=1.5), 7, rows=5, most=40)
-    check(replace(SMALL, sinks=True), 7, rows=5, most=40)
+    if not SOME:
+        check(replace(SMALL, softcap=1.5), 7, rows=5, most=40)
+        check(replace(SMALL, sinks=True), 7, rows=5, most=40)
     check(replace(SMALL, dtype=F16, softcap=1.5, window=20, sinks=True), 8, rows=6)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support_attention_cases import Variant, assert_near
+from support_cases import up_to
 from support_fixed_cases import GROW, FixedCase, attended, fixed_case, row_by_row, some_of
 from support_kernels import DEVICE, dot_without_blas, kernel, plain  # noqa: F401
 
@@ -45,7 +46,7 @@ def check(kernels: ModuleType, case: FixedCase, device: str) -> None:
     dice.shuffle(order)
     shuffled, moved, at = some_of(case, tensors, order)
     assert torch.equal(attended(kernels, shuffled, moved), base[at]), "in another order"
-    for each in dice.sample(order, min(3, len(order))):
+    for each in dice.sample(order, min(up_to(3), len(order))):
         alone, moved, at = some_of(case, tensors, [each])
         assert torch.equal(attended(kernels, alone, moved), base[at]), "a run alone"
         assert torch.equal(attended(kernels, row_by_row(alone, moved), moved), base[at]), "row by row"
@@ -92,11 +93,16 @@ def test_on_a_gpu(seed: int, variant: Variant) -> None:
     check(fixed_attention_triton, case, DEVICE)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.usefixtures("dot_without_blas")
-def test_shapes() -> None:
-    for variant in (Variant(7, 1, 16, 16, 16, F32), Variant(6, 2, 24, 16, 32, F32), Variant(3, 1, 16, 40, 64, F32)):
-        check(fixed_attention_triton, fixed_case(2, variant, runs=3, most=PART, chunks=5), DEVICE)
+@pytest.mark.parametrize(
+    "variant",
+    [Variant(7, 1, 16, 16, 16, F32), Variant(6, 2, 24, 16, 32, F32), Variant(3, 1, 16, 40, 64, F32)],
+    ids=str,
+)
+def test_shapes(variant: Variant) -> None:
+    check(fixed_attention_triton, fixed_case(2, variant, runs=3, most=PART, chunks=5), DEVICE)
 
 
 def lists(prefix: int, rows: int, prompts: int, own: int = 250) -> WorkLists:

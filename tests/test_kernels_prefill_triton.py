@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support_attention_cases import Variant
+from support_cases import SOME
 from support_kernels import DEVICE, kernel, plain
 from support_prefill_cases import PrefillCase, check_prefill, prefill_case
 
@@ -92,8 +93,9 @@ def test_window(window: int) -> None:
 
 @kernel
 def test_softcap_and_sinks() -> None:
-    check(replace(SMALL, softcap=1.5), 9)
-    check(replace(SMALL, sinks=True), 9)
+    if not SOME:
+        check(replace(SMALL, softcap=1.5), 9)
+        check(replace(SMALL, sinks=True), 9)
     check(replace(SMALL, window=5, softcap=1.5, sinks=True), 9)
 
 

@@ -165,8 +165,7 @@ def test_the_kernels_are_refused_without_a_gpu() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")
 @pytest.mark.parametrize("family", family_params(["gpt_oss", "deepseek_v3"]))
 def test_kernels_interpreted_kernels_give_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
-    rng = random.Random(7)
-    prompts = random_prompts(rng, 97, "prefix", 2)  # the interpreter takes seconds for each
+    prompts = [[*range(5, 24), *last] for last in ([30], [40, 41])]  # the interpreter takes seconds for each
     result = generate(family, prompts, 2, page_size=16, min_shared_tokens=1, backend="triton")
     assert_parity(family, prompts, result, 2)
 
