@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -40,6 +39,7 @@ from support_lm_eval import (
 from support_lm_eval import _quick as _quick  # fixtures, as are the next two
 from support_lm_eval import calls as calls
 from support_lm_eval import saved as saved
+from support_quick_python import run as run_quickly
 from transformers import GenerationConfig
 
 from hf_batchllm import (
@@ -460,7 +460,7 @@ def test_a_batch_ends_where_the_harness_ends_it(until: list[str], ends: Any) -> 
     """Token by token: once a string was found in all rows. Those that have ended go on with padding ("<pad>")."""
     model, tokenizer = eval_model(), eval_tokenizer()
     lengths = set()
-    for first, second in itertools.pairwise([*CONTEXTS, *reversed(CONTEXTS)]):
+    for first, second in itertools.pairwise(CONTEXTS):
         inputs = tokenizer([first, second], return_tensors="pt", padding=True, padding_side="left")
         width = inputs.input_ids.shape[1]
         given = {**inputs, "max_length": width + 25, "do_sample": False, "eos_token_id": ends, "pad_token_id": PAD}
@@ -495,5 +495,5 @@ def test_a_batch_ends_where_the_harness_ends_it(until: list[str], ends: Any) -> 
 )
 def test_an_import_makes_it_known(code: str) -> None:
     assert get_model(NAME) is BatchLM
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_quickly([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -188,6 +188,7 @@ STARTS = {
 }
 
 
+@pytest.mark.some_cases("how", "place")
 @pytest.mark.parametrize(
     ("how", "place", "start"),
     [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
 from support_families import build
+from support_quick_python import run
 
 from hf_batchllm import BatchGenerator
 
@@ -30,7 +30,7 @@ def test_the_first_is_as_exact_as_the_second() -> None:
     """Without the calls before, it fails in most runs: threads must meet at the right moment."""
     for name, dtype in (("exp", "float"), ("tanh", "float"), ("sqrt", "float"), ("exp", "double"), ("erf", "float")):
         script = FIRST_AND_SECOND.format(before=ONCE, name=name, dtype=dtype)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        done = run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert done.stdout == "True\n", f"{name} of {dtype}"
 
 
