@@ -22,7 +22,7 @@ from hf_batchllm.planning.step import Step
 from hf_batchllm.sampling.text_lookup import TextLookup
 
 PROMPTS = random_prompts(random.Random(5), 97, "mixed", 8)[:8]
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 3, "num_return_sequences": 2}
 GREEDY_AND_SAMPLED = pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 ON_A_GPU = {"page_size": 16, "steps_per_sync": 3}  # as on a CPU, so that guesses begin as early

@@ -295,6 +295,7 @@ def test_the_report_of_a_call_that_was_interrupted(monkeypatch: pytest.MonkeyPat
 # -- when they pay ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases("rows")
 @pytest.mark.parametrize("rows", [1, 4, 8, 17, 32, 33])
 @pytest.mark.parametrize("each", [0.01, 0.05, 0.3])
 def test_drafts_cost_little_where_guesses_are_wrong(rows: int, each: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def test_answers_are_the_same(
     assert [len(each.logprobs or []) for each in plain] == [len(each.logprobs or []) for each in drafted]
 
 
+@pytest.mark.some_cases("family")
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "phi3"])
 @GREEDY_AND_SAMPLED
 def test_families(device: str, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +108,11 @@ def test_over_plain_pytorch(refused: bool, family: str, monkeypatch: pytest.Monk
 def test_where_memory_is_short_steps_run_ahead_as_ever(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft runs until steps may be of any size again, and none of them waits for one."""
     model, config = model_on(device, "llama"), ON_A_GPU | {"steps_per_sync": 32}
-    plain = answers(model, PROMPTS, config, max_new_tokens=300)
+    plain = answers(model, PROMPTS, config, max_new_tokens=150)
     guess_from(plain, monkeypatch, 0.2)
     failing(monkeypatch, Engine, "_launch", {1}, torch.OutOfMemoryError("no memory for this one"))
     launched = noted(monkeypatch, Engine, "_launch", lambda self, step: step)
-    drafted = answers(model, PROMPTS, config, max_new_tokens=300, prompt_lookup_num_tokens=5)
+    drafted = answers(model, PROMPTS, config, max_new_tokens=150, prompt_lookup_num_tokens=5)
     assert plain.token_ids == drafted.token_ids
     assert sum(step.times == 1 and not step.drafts and not step.chunks for step in launched) < 20
 
@@ -153,7 +154,7 @@ def test_where_there_are_none_a_warning_says_so(device: str, options: dict[str, 
         answers(model_on(device, "llama"), prompts, ON_A_GPU, max_new_tokens=3, prompt_lookup_num_tokens=4, **options)
 
 
-@pytest.mark.parametrize("tokens", [400, 60])
+@pytest.mark.parametrize("tokens", [200, 60])
 def test_graphs_are_captured_before_the_first_step_with_drafts(
     device: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def test_graphs_are_captured_before_the_first_step_with_drafts(
 ENDS = SAMPLED | {"eos_token_id": list(range(0, 97, 31))}
 
 
+@pytest.mark.some_cases("family")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("config", [{}, {"cuda_graphs": False}], ids=str)
 def test_lists_are_made_once_for_many_steps(
@@ -192,7 +194,7 @@ def test_to_the_last_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_over_twins(monkeypatch)
     multiply_in_blocks(monkeypatch)
     monkeypatch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)
-    options = ENDS | {"max_new_tokens": 120, "logprobs": 1}
+    options = ENDS | {"max_new_tokens": 40, "num_return_sequences": 1, "logprobs": 1}
     plain, drafted = both("cpu", monkeypatch, {"invariant": True}, 0.5, family=family, guessed=3, **options)
     assert_same(plain, drafted)
     assert [each.logprobs for each in plain] == [each.logprobs for each in drafted]
@@ -263,7 +265,7 @@ def test_batches_in_a_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None
         return quick
 
     monkeypatch.setattr(RoomBatches, "batch", batch)
-    assert_same(*both("cpu", monkeypatch, {}, 0.5, family=family, guessed=3, **ENDS, max_new_tokens=90))
+    assert_same(*both("cpu", monkeypatch, {}, 0.5, family=family, guessed=3, **ENDS, max_new_tokens=50))
     assert compared[0] > 20
 
 
