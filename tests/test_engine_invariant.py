@@ -176,11 +176,11 @@ def test_many_rows_on_one_prefix(prepared: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(RowsWork, "load", load)
     shared = [7 * place % 97 for place in range(256)]
     prompts = [[*shared, place % 90, place // 90, 3] for place in range(80)]
-    lengths = [3 + place % 20 for place in range(80)]
+    lengths = [3 + place % 8 for place in range(80)]
     config: dict[str, Any] = {"invariant": True, "page_size": 16, "steps_per_sync": 8 if prepared else 2}
     with BatchGenerator(build("llama"), **config) as generator:
         options: dict[str, Any] = {"logprobs": 0}
-        every = list(generator.generate(prompts, max_new_tokens=24, **options))
+        every = list(generator.generate(prompts, max_new_tokens=10, **options))
         for place in (0, 33, 79):
             (alone,) = generator.generate([prompts[place]], max_new_tokens=lengths[place], **options)
             assert alone.token_ids == every[place].token_ids[: lengths[place]]
@@ -211,7 +211,7 @@ def test_prompts_foretell_the_work_of_decode_rows(family: str, monkeypatch: pyte
     monkeypatch.setattr(ModelRunner, "step", step)
     monkeypatch.setattr(RowsWork, "load", load)
     shared = [7 * place % 97 for place in range(512)]
-    prompts = [[*shared, *([place % 90] * 40), 3] for place in range(48)]
+    prompts = [[*shared, *([place % 90] * 16), 3] for place in range(48)]
     config = INVARIANT | {"page_size": 16, "steps_per_sync": 8, "max_batch_tokens": 4096}
     answers(family, prompts, config, max_new_tokens=12)
     assert seen and made[-1]
@@ -249,7 +249,7 @@ def test_prefixes_that_end_in_the_midst_of_a_page(
         token = generator.architecture.kv_bytes_per_token
     if memory is not None:
         config["kv_memory"] = memory * 16 * token
-    options: dict[str, Any] = {"max_new_tokens": 24, "logprobs": 0}
+    options: dict[str, Any] = {"max_new_tokens": 8, "logprobs": 0}
     with BatchGenerator(build("llama"), **config) as generator:
         every = generator.generate(prompts, **options)
         assert every.report.computed_tokens >= every.report.plan.computed_tokens
