@@ -269,6 +269,7 @@ def test_batches_in_a_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert compared[0] > 20
 
 
+@pytest.mark.some_cases("pages")
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 @pytest.mark.parametrize("pages", [12, 1000])
 def test_prompts_that_come_between(scheduler: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:

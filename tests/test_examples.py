@@ -42,7 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_quickstart(run: Any) -> None:
     """With one page, and two answers of model.generate."""
-    printed = run("quickstart", MODULES=("copy",), TOPICS=(), SHOWN=(0, 5), EVERY=3, MAX_NEW_TOKENS=8)
+    printed = run("quickstart", stand_in=True, MODULES=("copy",), TOPICS=(), SHOWN=(0, 5), EVERY=3, MAX_NEW_TOKENS=8)
     assert "same tokens   yes, for 2 of 2 prompts" in printed
     assert _percent(r"tokens saved .*\((\d+)%\)", printed) > 70
     assert printed.count("result[") == 2
