@@ -117,8 +117,8 @@ def test_where_memory_is_short(family: str, scheduler: str, device: str) -> None
     room = 100 * generator_of(family, device, **config).architecture.kv_bytes_per_token
     with generator_of(family, device, kv_memory=room, **config) as generator:
         # A token that is never drawn might end an answer, so more are begun than there is room for.
-        result = generator.generate(CHATS[:3] * 4, max_new_tokens=40, **OPTIONS | {"eos_token_id": 1000})
-    assert result.token_ids == generated(family, CHATS[:3], 40, device) * 4
+        result = generator.generate(CHATS[:3] * 4, max_new_tokens=24, **OPTIONS | {"eos_token_id": 1000})
+    assert result.token_ids == generated(family, CHATS[:3], 24, device) * 4
     if device == "cpu" and scheduler == "groups":
         assert result.report.preemptions
 
