@@ -19,11 +19,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_batchllm.inputs.prompts import prepare_prompts
-from hf_batchllm.model.architecture import inspect_model
+from hf_batchllm.model.attention.kv_storage import KVStorage
+from hf_batchllm.model.attention.torch_attention import TorchBackend
 from hf_batchllm.model.batch_builder import BatchBuilder
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.inspection.architecture import inspect_model
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.model.torch_attention import TorchBackend
 from hf_batchllm.planning.lineup import line_up, pages_at_once
 from hf_batchllm.planning.paged_cache import PagedCache
 from hf_batchllm.planning.requests_and_prefixes import FinishReason

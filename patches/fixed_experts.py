@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..kernels.experts_torch import gated, sum_of_shares
+from ..kernels.reference.experts_torch import gated, sum_of_shares
 from .fixed_products import FixedThreads
 from .fusable_experts import Experts, mixtures
 from .fused_experts import tensors_of

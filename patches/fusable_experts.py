@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..kernels.experts_torch import Gating
+from ..kernels.reference.experts_torch import Gating
 from .fusable_parts import activation_kernel
 from .merged_weights import why_not_used
 from .routers import Router, router_of

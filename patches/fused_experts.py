@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.routing_torch import RowsOfExperts
+from ..kernels.reference.routing_torch import RowsOfExperts
 from .fusable_experts import Experts
 from .routers import Router
 from .sharded_modules import adds_up_experts, around, local

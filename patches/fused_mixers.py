@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..kernels.gated_ops_torch import NormForm
+from ..kernels.reference.gated_ops_torch import NormForm
 from .attention_interface import CACHE_NAMES
 from .state_functions import Convolution, DeltaRule, own_function, states_in_use
 from .unmodified import why_not_linear, why_not_own, why_not_plain

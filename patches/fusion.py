@@ -52,7 +52,7 @@ _LAYER_FORWARDS = {"usual": layer_forward, "gemma4": gemma4_layer_forward}
 
 
 def triton_fused_kernels() -> FusedKernels:
-    from ..kernels import experts_triton, gated_ops_triton, layer_ops_triton, routing_triton
+    from ..kernels.triton import experts_triton, gated_ops_triton, layer_ops_triton, routing_triton
 
     experts = ExpertKernels(
         routing_triton.choose,

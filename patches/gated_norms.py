@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.gated_ops_torch import NormForm
+from ..kernels.reference.gated_ops_torch import NormForm
 from .merged_weights import why_not_used
 from .unmodified import is_class, is_compiled, why_not_plain
 

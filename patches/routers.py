@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
-from ..kernels.routing_torch import Rule
+from ..kernels.reference.routing_torch import Rule
 
 Of = Callable[..., Any]  # of a router, and of what is passed to it beside hidden states
 

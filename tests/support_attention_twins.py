@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support_parity import watched as watched  # a fixture
 
-from hf_batchllm.kernels import decode_torch, fixed_attention_torch, layer_ops_torch, prefill_torch
-from hf_batchllm.model.fixed_triton_attention import FixedKernels
-from hf_batchllm.model.triton_attention import AttentionKernels, StepWork, TritonBackend
+from hf_batchllm.kernels.reference import decode_torch, fixed_attention_torch, layer_ops_torch, prefill_torch
+from hf_batchllm.model.attention.fixed_triton_attention import FixedKernels
+from hf_batchllm.model.attention.triton_attention import AttentionKernels, StepWork, TritonBackend
 
 TWINS = AttentionKernels(
     write=layer_ops_torch.rope_and_write,

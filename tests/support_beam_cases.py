@@ -27,7 +27,7 @@ from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine import picking
 from hf_batchllm.engine.beams import scheduler
 from hf_batchllm.engine.loop import Engine
-from hf_batchllm.model.state_storage import StateStorage
+from hf_batchllm.model.states.state_storage import StateStorage
 
 NEAR = 2e-5  # scores that are no further apart may be told apart by rounding alone
 # With a cache and without one, transformers' own delta rule gives this tiny model log-probabilities up to 5e-4 apart,

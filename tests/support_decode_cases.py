@@ -25,8 +25,8 @@ from support_attention_cases import (
     tokens_of,
 )
 
-from hf_batchllm.kernels import decode_torch
-from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.reference import decode_torch
 
 GROW = 5  # how much decode rows grow while a case's lists are kept
 LSE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-3}  # absolute

@@ -11,7 +11,7 @@ from support_parity import watched as watched  # a fixture
 
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.model.triton_attention import TritonBackend
+from hf_batchllm.model.attention.triton_attention import TritonBackend
 
 
 @pytest.fixture

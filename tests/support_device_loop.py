@@ -22,9 +22,9 @@ from support_parity import NEAR_TIE, Row
 from hf_batchllm import BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.kernels.sample_torch import exponential
-from hf_batchllm.model.fixed_triton_attention import FixedTritonBackend
-from hf_batchllm.model.triton_attention import TritonBackend
+from hf_batchllm.kernels.reference.sample_torch import exponential
+from hf_batchllm.model.attention.fixed_triton_attention import FixedTritonBackend
+from hf_batchllm.model.attention.triton_attention import TritonBackend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Key = tuple[int, int]  # prompt and sample

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_batchllm.inputs.seeds import as_int64
-from hf_batchllm.kernels.sample_torch import SAMPLE_BLOCK, exponential
+from hf_batchllm.kernels.reference.sample_torch import SAMPLE_BLOCK, exponential
 
 SIDES = 3.09  # standard deviations: once in a thousand on each side
 

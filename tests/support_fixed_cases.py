@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from support_attention_cases import NAN, Tensors, Variant, random_tensors, reference
 
-from hf_batchllm.kernels.fixed_lists import FIXED_TILES, build_fixed
-from hf_batchllm.kernels.pages_triton import by_page
-from hf_batchllm.kernels.ranges import Readers, Units
+from hf_batchllm.kernels.lists.fixed_lists import FIXED_TILES, build_fixed
+from hf_batchllm.kernels.lists.ranges import Readers, Units
+from hf_batchllm.kernels.triton.pages_triton import by_page
 
 GROW = 3  # how much decode rows may grow while lists are kept
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult
-from hf_batchllm.kernels import experts_torch, gated_ops_torch, layer_ops_torch, routing_torch
+from hf_batchllm.kernels.reference import experts_torch, gated_ops_torch, layer_ops_torch, routing_torch
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches.fused_experts import ExpertKernels
 from hf_batchllm.patches.fused_forwards import FusedKernels

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 
 from hf_batchllm import Generation
 from hf_batchllm.inputs.seeds import noise_key
-from hf_batchllm.kernels.sample_torch import exponential
+from hf_batchllm.kernels.reference.sample_torch import exponential
 
 NEAR_TIE = 1e-4  # of the reference's two best scores: rounding decides
 CLOSE = 1e-3  # log-probabilities and scores of beams

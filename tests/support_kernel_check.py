@@ -23,7 +23,7 @@ LAYERS = list(GROUPS["layers"](Where(CPU)))  # the names of their cases
 START = """\
 import sys
 if "hf_batchllm.kernel_check.child" in " ".join(sys.orig_argv):
-    from hf_batchllm.kernels import decode_triton, layer_ops_triton
+    from hf_batchllm.kernels.triton import decode_triton, layer_ops_triton
     real = KERNEL
     def broken(*given, **named):
         WAY
@@ -69,8 +69,8 @@ def checking(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process takes its CPU for a device that kernels run on; only the child knows that they are interpreted."""
     monkeypatch.setenv("HF_BATCHLLM_CHECK", "always")
     monkeypatch.setattr(trust, "unusable", lambda device, amd=False: None)
-    monkeypatch.setattr("hf_batchllm.model.choose_backend.unusable", lambda device, amd=False: None)
-    monkeypatch.setattr("hf_batchllm.model.choose_backend.is_interpreted", lambda: False)
+    monkeypatch.setattr("hf_batchllm.model.attention.choose_backend.unusable", lambda device, amd=False: None)
+    monkeypatch.setattr("hf_batchllm.model.attention.choose_backend.is_interpreted", lambda: False)
 
 
 @pytest.fixture

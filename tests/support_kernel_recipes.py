@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from support_small_cases import NORM, ROPE, norm_case, parts, rope_case
 
-from hf_batchllm.kernels import (
+from hf_batchllm.kernels.lists.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.lists.spans import Spans
+from hf_batchllm.kernels.lists.token_edits import Decays, Forced, History, Target, TargetLists
+from hf_batchllm.kernels.lists.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, ITEM_FIELDS, PrefillWork
+from hf_batchllm.kernels.reference.experts_torch import Gating
+from hf_batchllm.kernels.reference.gated_ops_torch import NormForm
+from hf_batchllm.kernels.reference.routing_torch import Rule
+from hf_batchllm.kernels.triton import (
     convolution_triton,
     decode_triton,
     delta_rule_triton,
@@ -31,13 +38,6 @@ from hf_batchllm.kernels import (
     token_masks_triton,
     top_k_top_p_triton,
 )
-from hf_batchllm.kernels.experts_torch import Gating
-from hf_batchllm.kernels.gated_ops_torch import NormForm
-from hf_batchllm.kernels.routing_torch import Rule
-from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
-from hf_batchllm.kernels.spans import Spans
-from hf_batchllm.kernels.token_edits import Decays, Forced, History, Target, TargetLists
-from hf_batchllm.kernels.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, ITEM_FIELDS, PrefillWork
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VOCABULARY, ROWS, GROUP, KV_HEADS = 151_936, 3, 4, 2

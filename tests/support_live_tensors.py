@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_batchllm.model.kv_storage import KVStorage
-from hf_batchllm.model.torch_attention import Scratch
-from hf_batchllm.model.triton_attention import TritonBackend
+from hf_batchllm.model.attention.kv_storage import KVStorage
+from hf_batchllm.model.attention.torch_attention import Scratch
+from hf_batchllm.model.attention.triton_attention import TritonBackend
 
 
 class Storages:

@@ -19,9 +19,9 @@ from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine import memory_rehearsal
+from hf_batchllm.model.attention.triton_attention import AttentionKernels, TritonBackend
 from hf_batchllm.model.device_memory import MemoryUse
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 from hf_batchllm.planning.lineup import pages_at_once
 
 FAMILY = "llama"
@@ -88,7 +88,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """In the place of a GPU, with the kernels' twins. What is left free in any case is more than there is: left out."""
     made = Device(1 << 20)
     monkeypatch.setattr("hf_batchllm.engine.kv_memory.device_memory", lambda device: made)
-    monkeypatch.setattr("hf_batchllm.model.kv_storage._new", made.empty)
+    monkeypatch.setattr("hf_batchllm.model.attention.kv_storage._new", made.empty)
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._kept", WeakKeyDictionary())  # tests share models
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._UNSEEN", 0)
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PARTS", 0)

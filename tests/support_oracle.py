@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_batchllm import Generation
 from hf_batchllm.inputs.seeds import as_int64
-from hf_batchllm.kernels.sample_torch import SAMPLE_BLOCK, block_noise, block_sums, exponential
+from hf_batchllm.kernels.reference.sample_torch import SAMPLE_BLOCK, block_noise, block_sums, exponential
 from hf_batchllm.sampling.processor_chains import BLIND_TO_HISTORY
 from hf_batchllm.sampling.rows_together import apply_blind
 

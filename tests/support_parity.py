@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.collector import TokenCollector
 from hf_batchllm.inputs.base_model import base_model
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.attention.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 
 Row = tuple[int, ...]

@@ -24,8 +24,8 @@ from support_attention_cases import (
     tokens_of,
 )
 
-from hf_batchllm.kernels import prefill_torch
-from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.reference import prefill_torch
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_batchllm.kernels import sample_torch, top_k_top_p_torch
-from hf_batchllm.kernels.sample_torch import FULL, NO_PAGE, NO_TOKEN, PADDING, RUNNING, STOPPED, Rows
+from hf_batchllm.kernels.reference import sample_torch, top_k_top_p_torch
+from hf_batchllm.kernels.reference.sample_torch import FULL, NO_PAGE, NO_TOKEN, PADDING, RUNNING, STOPPED, Rows
 
 
 def keys(rng: np.random.Generator, rows: int) -> dict[str, torch.Tensor]:

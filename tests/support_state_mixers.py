@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from hf_batchllm.kernels.convolution_torch import short_convolution
-from hf_batchllm.kernels.delta_rule_torch import delta_rule
-from hf_batchllm.kernels.selective_scan_torch import selective_scan
-from hf_batchllm.kernels.spans import Spans
-from hf_batchllm.kernels.state_space_torch import state_space
+from hf_batchllm.kernels.lists.spans import Spans
+from hf_batchllm.kernels.reference.convolution_torch import short_convolution
+from hf_batchllm.kernels.reference.delta_rule_torch import delta_rule
+from hf_batchllm.kernels.reference.selective_scan_torch import selective_scan
+from hf_batchllm.kernels.reference.state_space_torch import state_space
 from hf_batchllm.patches.state_functions import Convolution, DeltaRule, SelectiveScan, StateSpace
 
 HIDDEN = 32

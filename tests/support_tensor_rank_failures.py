@@ -15,7 +15,7 @@ import torch
 from support_tensor_ranks import DEVICE, FOLDER, FOUND, QUIET, RANK, RANKS, error_of, sharded
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model import architecture
+from hf_batchllm.model.inspection import architecture
 from hf_batchllm.model.runner import ModelRunner
 
 

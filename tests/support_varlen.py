@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_batchllm.kernels.attention_parts_torch import attend
-from hf_batchllm.model import varlen_attention
-from hf_batchllm.model.varlen_attention import VarlenBackend
+from hf_batchllm.kernels.reference.attention_parts_torch import attend
+from hf_batchllm.model.attention import varlen_attention
+from hf_batchllm.model.attention.varlen_attention import VarlenBackend
 
 
 def varlen_attn(

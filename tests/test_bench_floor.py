@@ -53,7 +53,7 @@ def test_the_floor_of_well_known_runs(shape: Shape, workload: Workload, seconds:
 def test_a_shape_is_read_off_the_model(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(None, name, torch.device("meta"), torch.bfloat16)
     # A model without weights is no model to generate with; its sizes are all that counts here.
-    monkeypatch.setattr("hf_batchllm.model.architecture._single_device", lambda *args: torch.device("cpu"))
+    monkeypatch.setattr("hf_batchllm.model.inspection.architecture._single_device", lambda *args: torch.device("cpu"))
     assert Shape.of(model) == shape
 
 

@@ -27,8 +27,8 @@ import plot
 from bench_experts import NAMES, ExpertShape, experts_of, with_tokens
 
 from hf_batchllm.bench.workload import SHAPES, Workload, load_model, words_of
-from hf_batchllm.model.torch_attention import CascadePlan
-from hf_batchllm.model.triton_attention import TritonBackend
+from hf_batchllm.model.attention.torch_attention import CascadePlan
+from hf_batchllm.model.attention.triton_attention import TritonBackend
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 FEW = "--requests 6 --degree 3 --shared 40 --own 5 --new 3"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from hf_batchllm.kernels.work_lists import Ranges
+from hf_batchllm.kernels.lists.work_lists import Ranges
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
 

@@ -39,8 +39,8 @@ from hf_batchllm.engine.beams.group import BeamGroup
 from hf_batchllm.engine.beams.scheduler import BeamScheduler
 from hf_batchllm.engine.smaller_steps import apart, parts_of
 from hf_batchllm.inputs.prompts import Prompt
-from hf_batchllm.model.state_batch import StateBatch
-from hf_batchllm.model.state_storage import StateStorage
+from hf_batchllm.model.states.state_batch import StateBatch
+from hf_batchllm.model.states.state_storage import StateStorage
 from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.paged_cache import PagedCache
 from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Unit, units_below
@@ -353,7 +353,7 @@ def storage(rows: int, dtype: torch.dtype) -> tuple[StateStorage, list[torch.Ten
 def test_states_are_copied_as_if_at_the_same_time(
     pairs: list[tuple[int, int]], after: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_batchllm.model.state_storage.COPIED_AT_ONCE", at_once)
+    monkeypatch.setattr("hf_batchllm.model.states.state_storage.COPIED_AT_ONCE", at_once)
     made, states = storage(4, torch.bfloat16)
     made.copy(pairs)
     for call, each in enumerate(states):

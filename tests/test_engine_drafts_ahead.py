@@ -39,12 +39,12 @@ from hf_batchllm.engine.device_loop.steps_as_graphs import GraphLauncher
 from hf_batchllm.engine.drafts import drafts_ahead
 from hf_batchllm.engine.drafts.drafts_ahead import DraftsAhead
 from hf_batchllm.engine.loop import Engine
+from hf_batchllm.model.attention.torch_attention import TorchBackend
+from hf_batchllm.model.attention.triton_attention import TritonBackend
 from hf_batchllm.model.batch import ModelBatch
 from hf_batchllm.model.batch_builder import BatchBuilder
 from hf_batchllm.model.draft_rows import DraftRows
 from hf_batchllm.model.room_batches import RoomBatches
-from hf_batchllm.model.torch_attention import TorchBackend
-from hf_batchllm.model.triton_attention import TritonBackend
 from hf_batchllm.planning.draft_room import DraftRoom
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import GroupScheduler

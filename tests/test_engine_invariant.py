@@ -23,11 +23,11 @@ from hf_batchllm import BatchGenerator, UnsupportedModelError
 from hf_batchllm.engine import invariance_trial
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import RowsWork
-from hf_batchllm.kernels.fixed_lists import FIXED_TILES
+from hf_batchllm.kernels.lists.fixed_lists import FIXED_TILES
+from hf_batchllm.model.attention.fixed_attention import FixedAttention
+from hf_batchllm.model.attention.fixed_passes import ROWS, WIDE_ROWS
+from hf_batchllm.model.attention.fixed_triton_attention import FixedTritonBackend
 from hf_batchllm.model.batch import Copies
-from hf_batchllm.model.fixed_attention import FixedAttention
-from hf_batchllm.model.fixed_passes import ROWS, WIDE_ROWS
-from hf_batchllm.model.fixed_triton_attention import FixedTritonBackend
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.unsplit_products import unsplit
 from hf_batchllm.patches import fixed_forwards

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model.weights_digest import Digest
+from hf_batchllm.model.inspection.weights_digest import Digest
 
 pytestmark = plain
 DOCUMENT = [5 + 7 * place % 80 for place in range(24)]

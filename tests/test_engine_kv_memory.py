@@ -30,9 +30,9 @@ from hf_batchllm import BatchConfig, BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine import memory_rehearsal
 from hf_batchllm.engine.kv_memory import KVMemory
 from hf_batchllm.engine.memory_rehearsal import LargestStep, Rehearsals, _made_up, _rounded, largest_step, picking_bytes
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.attention.kv_storage import KVStorage
+from hf_batchllm.model.attention.triton_attention import AttentionKernels, TritonBackend
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 
 pytestmark = plain
 REHEARSAL = "hf_batchllm.engine.memory_rehearsal"

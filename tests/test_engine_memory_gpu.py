@@ -16,7 +16,7 @@ from support_memory_device import FAMILY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.attention.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 
 pytestmark = [pytest.mark.gpu, alone_on_the_gpu, plain]

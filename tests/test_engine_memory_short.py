@@ -22,9 +22,9 @@ from torch import nn
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.errors import BatchLLMError, CacheMemoryError
-from hf_batchllm.model import kv_storage
+from hf_batchllm.model.attention import kv_storage
+from hf_batchllm.model.attention.kv_storage import AttentionShape, KVStorage
 from hf_batchllm.model.device_memory import device_memory
-from hf_batchllm.model.kv_storage import AttentionShape, KVStorage
 from hf_batchllm.notices import Notices
 
 pytestmark = plain

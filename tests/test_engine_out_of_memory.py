@@ -193,7 +193,7 @@ def test_processors_that_may_keep_state_are_not_called_twice(loop: str, monkeypa
 
 PLACES = [
     "model.runner.ModelRunner.forward",
-    "model.triton_attention.KernelAttention._attend_rows",
+    "model.attention.triton_attention.KernelAttention._attend_rows",
     "sampling.seated_sampler.SeatedSampler.__call__",
     "engine.device_loop.seats.Seats.store",
     "engine.device_loop.decode_rows.DecodeRows.settle",

@@ -23,7 +23,7 @@ from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.graph_sizes import next_smaller, size_of, sizes_to_come, sizes_up_to
 from hf_batchllm.engine.device_loop.steps_as_graphs import GraphLauncher
 from hf_batchllm.engine.device_loop.still_running import StillRunning
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.attention.kv_storage import KVStorage
 from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
 
 pytestmark = plain

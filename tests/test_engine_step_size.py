@@ -27,9 +27,9 @@ from hf_batchllm.engine.call import Call
 from hf_batchllm.engine.memory_rehearsal import LargestStep, Rehearsals
 from hf_batchllm.engine.step_size import times_in_a_row, tokens_in_a_step
 from hf_batchllm.kernels.cards import CARDS, Card
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.attention.kv_storage import KVStorage
+from hf_batchllm.model.attention.triton_attention import TritonBackend
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.model.triton_attention import TritonBackend
 
 pytestmark = plain
 

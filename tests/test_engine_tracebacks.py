@@ -47,8 +47,12 @@ def fail_after(patch: pytest.MonkeyPatch, place: str, calls: int, error: type[Ba
 
 
 PLACES = {
-    "torch": ("model.runner.ModelRunner.step", "model.torch_attention.attend_each", "model.torch_attention.write_kv"),
-    "kernels": ("model.runner.ModelRunner.forward", "model.triton_attention.KernelAttention._attend_rows"),
+    "torch": (
+        "model.runner.ModelRunner.step",
+        "model.attention.torch_attention.attend_each",
+        "model.attention.torch_attention.write_kv",
+    ),
+    "kernels": ("model.runner.ModelRunner.forward", "model.attention.triton_attention.KernelAttention._attend_rows"),
 }
 
 

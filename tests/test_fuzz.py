@@ -17,7 +17,7 @@ from support_fuzz_relations import RELATIONS
 from hf_batchllm.engine.computed_with import ComputedWith
 from hf_batchllm.inputs.option_row import Fate, OptionKind
 from hf_batchllm.inputs.option_table import TABLE
-from hf_batchllm.model.torch_attention import CascadePlan
+from hf_batchllm.model.attention.torch_attention import CascadePlan
 from hf_batchllm.sampling import noise
 from hf_batchllm.sampling.host_sampler import HostSampler
 

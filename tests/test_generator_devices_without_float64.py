@@ -22,8 +22,8 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model.fingerprint import fingerprint
 from hf_batchllm.model.float64 import has_float64, in_float64, place_of_float64
+from hf_batchllm.model.inspection.fingerprint import fingerprint
 from hf_batchllm.sampling.host_sampler import drawn
 
 pytestmark = plain

@@ -33,7 +33,7 @@ from support_untouched import FAMILY, fingerprint
 from support_word_tokenizer import word_tokenizer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
-from hf_batchllm.model import code_in_use
+from hf_batchllm.model.inspection import code_in_use
 from hf_batchllm.patches import attention_swap
 from hf_batchllm.patches.attention_swap import AttentionSwap
 

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_batchllm import BatchGenerator, ConfigError, UnsupportedModelError
-from hf_batchllm.model import fixed_attention, fixed_passes
+from hf_batchllm.model.attention import fixed_attention, fixed_passes
 
 SEED = 12
 
@@ -336,7 +336,12 @@ def test_a_seed_makes_the_same_of_a_config_of_its_own() -> None:
 def test_threads_and_experts_are_put_back_after_an_interrupt() -> None:
     model = model_of("mixtral")
     before = fingerprint(model)
-    files = ("patches/fixed_products.py", "model/fixed_passes.py", "patches/fixed_forwards.py", "contextlib.py")
+    files = (
+        "patches/fixed_products.py",
+        "model/attention/fixed_passes.py",
+        "patches/fixed_forwards.py",
+        "contextlib.py",
+    )
     with threads(3), BatchGenerator(model, invariant=True) as generator:
 
         def run() -> Any:

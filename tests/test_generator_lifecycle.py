@@ -15,7 +15,7 @@ from support_untouched import FAMILY, NEW_TOKENS, assert_untouched, fingerprint,
 from torch import nn
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.attention.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.scheduler import GroupScheduler
 

@@ -38,7 +38,7 @@ from transformers import GenerationConfig, LogitsProcessor, SynthIDTextWatermark
 
 import hf_batchllm
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model import architecture
+from hf_batchllm.model.inspection import architecture
 
 WINDOWED = "gemma3"
 

@@ -23,8 +23,8 @@ from hf_batchllm.kernel_check import attention_cases
 from hf_batchllm.kernel_check.attention_cases import Shape
 from hf_batchllm.kernel_check.child import GROUPS
 from hf_batchllm.kernel_check.comparing import Where, Wrong, both, held, near, same
-from hf_batchllm.kernels import decode_torch, layer_ops_torch, prefill_torch
-from hf_batchllm.model import triton_attention
+from hf_batchllm.kernels.reference import decode_torch, layer_ops_torch, prefill_torch
+from hf_batchllm.model.attention import triton_attention
 from hf_batchllm.patches.fused_experts import ExpertKernels
 from hf_batchllm.sampling.sampling_kernels import SamplingKernels
 
@@ -90,7 +90,7 @@ def test_what_a_kernel_writes_is_compared_too(monkeypatch: pytest.MonkeyPatch) -
         residual[3] += 1
         return made
 
-    monkeypatch.setattr("hf_batchllm.kernels.layer_ops_triton.add_rms_norm", writing)
+    monkeypatch.setattr("hf_batchllm.kernels.triton.layer_ops_triton.add_rms_norm", writing)
     given = Where(CPU).drawn(x=(5, 64), residual=(5, 64), weight=(64,))
     before = given["residual"].clone()
     with pytest.raises(Wrong, match="residual is off by"):
@@ -116,7 +116,7 @@ def references_for_kernels(patch: pytest.MonkeyPatch, deaf: str = "", option: st
 
     for path in Path(layer_ops_torch.__file__).parent.glob("*_torch.py"):
         home = path.stem.removesuffix("_torch")
-        if path.with_stem(f"{home}_triton").exists():
+        if (path.parents[1] / "triton" / f"{home}_triton.py").exists():
             kernels, references = both(home)
             for name, function in inspect.getmembers(references, inspect.isfunction):
                 if hasattr(kernels, name) and function.__module__ == references.__name__:

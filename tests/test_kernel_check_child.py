@@ -26,7 +26,7 @@ from hf_batchllm import BatchConfig, BatchGenerator, ConfigError
 from hf_batchllm.cli import main
 from hf_batchllm.kernel_check import child, comparing, outcomes, run_in_child, trust, verdicts
 from hf_batchllm.kernel_check.outcomes import CRASHED, NO_ROOM, NOT_TRIED, PASSED, RAISED, WRONG, Outcome
-from hf_batchllm.model.choose_backend import check_backend
+from hf_batchllm.model.attention.choose_backend import check_backend
 from hf_batchllm.notices import Notices
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, number] for number in range(20, 26)]

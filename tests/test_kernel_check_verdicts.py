@@ -19,7 +19,7 @@ from hf_batchllm import BatchConfig, ConfigError
 from hf_batchllm.kernel_check import trust, verdicts
 from hf_batchllm.kernel_check.child import GROUPS
 from hf_batchllm.kernel_check.outcomes import NO_ROOM, PASSED, WRONG, Outcome
-from hf_batchllm.model.choose_backend import warn_of_refused
+from hf_batchllm.model.attention.choose_backend import warn_of_refused
 from hf_batchllm.notices import Notices
 from hf_batchllm.python_child import CannotStart
 

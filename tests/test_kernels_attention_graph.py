@@ -17,9 +17,9 @@ from support_attention_cases import NAN, Tensors, Variant, assert_near
 from support_decode_cases import DecodeCase, decode_case
 from support_kernels import DEVICE, kernel, plain
 
-from hf_batchllm.kernels import decode_torch
-from hf_batchllm.kernels import decode_triton as ct
-from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.reference import decode_torch
+from hf_batchllm.kernels.triton import decode_triton as ct
 
 
 def mixes(variant: Variant, rows: int, most: int) -> list[DecodeCase]:

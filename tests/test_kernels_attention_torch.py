@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_batchllm.kernels import attention_parts_torch
-from hf_batchllm.kernels.attention_parts_torch import apply_sinks, attend, attend_each, merge_part, write_kv
+from hf_batchllm.kernels.reference import attention_parts_torch
+from hf_batchllm.kernels.reference.attention_parts_torch import apply_sinks, attend, attend_each, merge_part, write_kv
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 HEADS = [(1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (5, 5), (12, 3)]  # query heads, KV heads

@@ -10,8 +10,9 @@ from support_card_compiler import TARGETS, Target, card_of, compiled_for, named
 from support_kernel_recipes import BF16, RECIPES, zeros
 from support_kernels import plain
 
-from hf_batchllm.kernels import cards, experts_triton, pages_triton, prefill_triton
-from hf_batchllm.kernels.fixed_lists import FIXED_TILES
+from hf_batchllm.kernels import cards
+from hf_batchllm.kernels.lists.fixed_lists import FIXED_TILES
+from hf_batchllm.kernels.triton import experts_triton, pages_triton, prefill_triton
 
 pytestmark = plain
 needs_compiler = pytest.mark.skipif(

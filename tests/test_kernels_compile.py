@@ -13,7 +13,13 @@ import triton
 from support_kernels import plain
 from support_small_cases import NORM, ROPE, norm_case, parts, rope_case
 
-from hf_batchllm.kernels import (
+from hf_batchllm.kernels.lists.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.lists.spans import Spans
+from hf_batchllm.kernels.lists.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
+from hf_batchllm.kernels.reference.experts_torch import Gating
+from hf_batchllm.kernels.reference.gated_ops_torch import NormForm
+from hf_batchllm.kernels.reference.routing_torch import Rule
+from hf_batchllm.kernels.triton import (
     convolution_triton,
     delta_rule_triton,
     experts_triton,
@@ -28,12 +34,6 @@ from hf_batchllm.kernels import (
     token_masks_triton,
     top_k_top_p_triton,
 )
-from hf_batchllm.kernels.experts_torch import Gating
-from hf_batchllm.kernels.gated_ops_torch import NormForm
-from hf_batchllm.kernels.routing_torch import Rule
-from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
-from hf_batchllm.kernels.spans import Spans
-from hf_batchllm.kernels.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
 
 pytestmark = [
     plain,

@@ -14,10 +14,10 @@ from support_cases import SOME
 from support_decode_cases import DecodeCase, check_decode, decode_case
 from support_kernels import DEVICE, kernel, plain
 
-from hf_batchllm.kernels import decode_torch
-from hf_batchllm.kernels import decode_triton as ct
-from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.cards import Card
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.reference import decode_torch
+from hf_batchllm.kernels.triton import decode_triton as ct
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 

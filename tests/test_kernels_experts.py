@@ -11,9 +11,10 @@ import torch
 from support_kernels import DEVICE, draw, kernel, plain
 from transformers import AutoConfig
 
-from hf_batchllm.kernels import experts_torch, experts_triton, routing_torch, routing_triton
-from hf_batchllm.kernels.experts_torch import Gating
-from hf_batchllm.kernels.routing_torch import RowsOfExperts, Rule
+from hf_batchllm.kernels.reference import experts_torch, routing_torch
+from hf_batchllm.kernels.reference.experts_torch import Gating
+from hf_batchllm.kernels.reference.routing_torch import RowsOfExperts, Rule
+from hf_batchllm.kernels.triton import experts_triton, routing_triton
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 TOLERANCE = {FLOAT32: 1e-5, FLOAT16: 4e-3, torch.bfloat16: 3e-2}  # parts of the largest number

@@ -15,10 +15,11 @@ from support_cases import up_to
 from support_fixed_cases import GROW, FixedCase, attended, fixed_case, row_by_row, some_of
 from support_kernels import DEVICE, dot_without_blas, kernel, plain  # noqa: F401
 
-from hf_batchllm.kernels import fixed_attention_torch, fixed_attention_triton
-from hf_batchllm.kernels.fixed_lists import PART, build_fixed
-from hf_batchllm.kernels.ranges import Readers, Units
-from hf_batchllm.kernels.work_lists import WorkLists
+from hf_batchllm.kernels.lists.fixed_lists import PART, build_fixed
+from hf_batchllm.kernels.lists.ranges import Readers, Units
+from hf_batchllm.kernels.lists.work_lists import WorkLists
+from hf_batchllm.kernels.reference import fixed_attention_torch
+from hf_batchllm.kernels.triton import fixed_attention_triton
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SMALL = Variant(4, 2, 16, 16, 16, F32)

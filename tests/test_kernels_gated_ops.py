@@ -9,8 +9,9 @@ import pytest
 import torch
 from support_kernels import DEVICE, draw, kernel
 
-from hf_batchllm.kernels import gated_ops_torch, gated_ops_triton
-from hf_batchllm.kernels.gated_ops_torch import NormForm
+from hf_batchllm.kernels.reference import gated_ops_torch
+from hf_batchllm.kernels.reference.gated_ops_torch import NormForm
+from hf_batchllm.kernels.triton import gated_ops_triton
 
 # The last bit of a root or of exp moves a result that is rounded three times by as many steps in half precision.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3 * 2**-7}

@@ -12,7 +12,8 @@ import torch
 from support_kernels import DEVICE, copies, draw, kernel, plain
 from support_small_cases import NAN, NORM, ROPE, norm_case, parts, rope_case
 
-from hf_batchllm.kernels import layer_ops_torch, layer_ops_triton
+from hf_batchllm.kernels.reference import layer_ops_torch
+from hf_batchllm.kernels.triton import layer_ops_triton
 
 # The whole range of what rounding may do: parts of a row's largest value, and the share of elements that differ at all.
 # Natively exp, rsqrt and the order of sums differ in their last bit; that changes few elements in half precision.

@@ -7,7 +7,8 @@ import pytest
 import torch
 from support_kernels import DEVICE, GPU, dot_without_blas, draw, kernel, plain  # noqa: F401
 
-from hf_batchllm.kernels import narrow_products_torch, narrow_products_triton
+from hf_batchllm.kernels.reference import narrow_products_torch
+from hf_batchllm.kernels.triton import narrow_products_triton
 from hf_batchllm.patches.narrow_products import is_narrow, row_by_row_linear
 from hf_batchllm.patches.padded_products import PaddedRows, seconds_on_a_gpu
 

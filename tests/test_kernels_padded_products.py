@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_batchllm.kernels import narrow_products_torch
+from hf_batchllm.kernels.reference import narrow_products_torch
 from hf_batchllm.model.unsplit_products import unsplit
 from hf_batchllm.patches.narrow_products import row_by_row_linear
 from hf_batchllm.patches.padded_products import MOST, SIZES, PaddedRows, faster_sizes, seconds_on_a_gpu

@@ -13,9 +13,9 @@ from support_cases import SOME
 from support_kernels import DEVICE, kernel, plain
 from support_prefill_cases import PrefillCase, check_prefill, prefill_case
 
-from hf_batchllm.kernels import prefill_torch
-from hf_batchllm.kernels import prefill_triton as pt
-from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.reference import prefill_torch
+from hf_batchllm.kernels.triton import prefill_triton as pt
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 

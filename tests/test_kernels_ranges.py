@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_batchllm.kernels.ranges import Readers, Units, make_chunks, make_ranges
-from hf_batchllm.kernels.work_lists import MANY_BLOCKS, Ranges, WorkLists, build_work
+from hf_batchllm.kernels.lists.ranges import Readers, Units, make_chunks, make_ranges
+from hf_batchllm.kernels.lists.work_lists import MANY_BLOCKS, Ranges, WorkLists, build_work
 
 PAGE = 4
 Key = tuple[int, int, int]  # page, place in the page, position

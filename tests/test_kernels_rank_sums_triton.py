@@ -14,7 +14,8 @@ import pytest
 import torch
 from support_kernels import DEVICE, INTERPRETED, kernel
 
-from hf_batchllm.kernels import rank_sums_torch, rank_sums_triton
+from hf_batchllm.kernels.reference import rank_sums_torch
+from hf_batchllm.kernels.triton import rank_sums_triton
 from hf_batchllm.model.peer_sums import PeerSums
 from hf_batchllm.patches.summed_rows import GroupSums, summed_forward
 

@@ -21,16 +21,10 @@ from support_sampling_cases import (
     rows_of,
 )
 
-from hf_batchllm.kernels import (
-    penalties_torch,
-    penalties_triton,
-    sample_torch,
-    sample_triton,
-    top_k_top_p_torch,
-    top_k_top_p_triton,
-)
-from hf_batchllm.kernels.sample_torch import Rows
-from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.lists.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.reference import penalties_torch, sample_torch, top_k_top_p_torch
+from hf_batchllm.kernels.reference.sample_torch import Rows
+from hf_batchllm.kernels.triton import penalties_triton, sample_triton, top_k_top_p_triton
 
 INF, NAN = float("inf"), float("nan")
 KINDS = ["normal", "flat", "peaked", "bfloat16", "many ties", "forbidden", "sorted"]

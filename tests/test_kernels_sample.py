@@ -10,8 +10,9 @@ import torch
 from support_kernels import DEVICE, copies, draw, kernel, plain
 from support_sampling_cases import PAGE, gap, keys, random_rows
 
-from hf_batchllm.kernels import sample_torch, sample_triton
-from hf_batchllm.kernels.sample_torch import FULL, NO_PAGE, NO_TOKEN, RUNNING, STOPPED, Rows
+from hf_batchllm.kernels.reference import sample_torch
+from hf_batchllm.kernels.reference.sample_torch import FULL, NO_PAGE, NO_TOKEN, RUNNING, STOPPED, Rows
+from hf_batchllm.kernels.triton import sample_triton
 
 NAN = float("nan")
 

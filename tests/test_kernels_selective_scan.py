@@ -22,9 +22,10 @@ from test_kernels_states import (
 )
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan, mamba_selective_state_update
 
-from hf_batchllm.kernels import selective_scan_torch, selective_scan_triton
-from hf_batchllm.kernels.selective_scan_torch import selective_scan
-from hf_batchllm.kernels.spans import Spans
+from hf_batchllm.kernels.lists.spans import Spans
+from hf_batchllm.kernels.reference import selective_scan_torch
+from hf_batchllm.kernels.reference.selective_scan_torch import selective_scan
+from hf_batchllm.kernels.triton import selective_scan_triton
 
 CHANNELS = 37  # a block and a part of one
 

@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hf_batchllm.kernels import decode_triton as ct
-from hf_batchllm.kernels import prefill_triton as pt
-from hf_batchllm.kernels import work_lists as wl
-from hf_batchllm.kernels.attention_parts_torch import attend
-from hf_batchllm.kernels.pages_triton import by_page, unsupported
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.reference.attention_parts_torch import attend
+from hf_batchllm.kernels.triton import decode_triton as ct
+from hf_batchllm.kernels.triton import prefill_triton as pt
+from hf_batchllm.kernels.triton.pages_triton import by_page, unsupported
 
 SHARED_MEMORY = 232_448  # bytes that a block may have on Hopper
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

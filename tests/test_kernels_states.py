@@ -13,17 +13,15 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from hf_batchllm.kernels import (
-    convolution_torch,
+from hf_batchllm.kernels.lists.spans import CHUNK, Spans
+from hf_batchllm.kernels.reference import convolution_torch, delta_rule_torch, state_space_torch
+from hf_batchllm.kernels.triton import (
     convolution_triton,
     delta_rule_chunks_triton,
-    delta_rule_torch,
     delta_rule_triton,
     state_space_chunks_triton,
-    state_space_torch,
     state_space_triton,
 )
-from hf_batchllm.kernels.spans import CHUNK, Spans
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {FLOAT32: 2e-6, BFLOAT16: 2e-2, FLOAT16: 2.5e-3}  # parts of the largest number

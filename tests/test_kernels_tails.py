@@ -11,8 +11,9 @@ import torch
 from support_kernels import DEVICE, kernel
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, TypicalLogitsWarper
 
-from hf_batchllm.kernels import tails_torch, tails_triton
-from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable
+from hf_batchllm.kernels.lists.sampling_recipes import Recipe, RecipeTable
+from hf_batchllm.kernels.reference import tails_torch
+from hf_batchllm.kernels.triton import tails_triton
 
 INF = float("inf")
 

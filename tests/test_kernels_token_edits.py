@@ -10,8 +10,9 @@ import pytest
 import torch
 from support_kernels import DEVICE, kernel
 
-from hf_batchllm.kernels import token_edits_torch, token_edits_triton
-from hf_batchllm.kernels.token_edits import AT_ANY_LENGTH, Decays, Forced, History, Target, TargetLists
+from hf_batchllm.kernels.lists.token_edits import AT_ANY_LENGTH, Decays, Forced, History, Target, TargetLists
+from hf_batchllm.kernels.reference import token_edits_torch
+from hf_batchllm.kernels.triton import token_edits_triton
 
 INF = float("inf")
 

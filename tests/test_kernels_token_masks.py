@@ -7,7 +7,8 @@ import pytest
 import torch
 from support_kernels import DEVICE, draw, kernel, plain
 
-from hf_batchllm.kernels import token_masks_torch, token_masks_triton
+from hf_batchllm.kernels.reference import token_masks_torch
+from hf_batchllm.kernels.triton import token_masks_triton
 
 NAN = float("nan")
 

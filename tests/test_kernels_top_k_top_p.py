@@ -26,14 +26,8 @@ from support_sampling_cases import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from hf_batchllm.kernels import (
-    penalties_torch,
-    penalties_triton,
-    sample_torch,
-    sample_triton,
-    top_k_top_p_torch,
-    top_k_top_p_triton,
-)
+from hf_batchllm.kernels.reference import penalties_torch, sample_torch, top_k_top_p_torch
+from hf_batchllm.kernels.triton import penalties_triton, sample_triton, top_k_top_p_triton
 
 # -- rows ------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from support_families import CARRYING, FAMILIES, REFUSED, build, family_params, 
 from support_parity import counted_tokens
 
 from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
-from hf_batchllm.model import architecture
-from hf_batchllm.model.architecture import inspect_model
+from hf_batchllm.model.inspection import architecture
+from hf_batchllm.model.inspection.architecture import inspect_model
 
 SAYS = {  # by the zoo's reason, what the error says is in the way
     "unrouted": "brings an attention of its own",

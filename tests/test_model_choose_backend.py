@@ -12,8 +12,8 @@ import torch
 from hf_batchllm import BatchConfig, ConfigError
 from hf_batchllm.kernel_check import trust
 from hf_batchllm.kernel_check.outcomes import PASSED, WRONG, Outcome
-from hf_batchllm.model import varlen_attention
-from hf_batchllm.model.choose_backend import check_backend, why_not_invariant
+from hf_batchllm.model.attention import varlen_attention
+from hf_batchllm.model.attention.choose_backend import check_backend, why_not_invariant
 from hf_batchllm.notices import Notices
 
 CUDA = torch.device("cuda")

@@ -18,9 +18,9 @@ from support_invariant import OPTIONS, alone, in_a_list, model_of, strangers_and
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine import invariance_trial
-from hf_batchllm.model import fixed_attention
-from hf_batchllm.model.fixed_attention import FixedAttention
-from hf_batchllm.model.fixed_passes import ROWS, WIDE_ROWS, cuts
+from hf_batchllm.model.attention import fixed_attention
+from hf_batchllm.model.attention.fixed_attention import FixedAttention
+from hf_batchllm.model.attention.fixed_passes import ROWS, WIDE_ROWS, cuts
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches.fixed_products import FixedThreads, WideProducts, kind_of, kinds_that_may_be_wide
 

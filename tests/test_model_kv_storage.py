@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.attention.kv_storage import KVStorage
 
 
 def test_what_pages_are_read_by_goes_with_them() -> None:

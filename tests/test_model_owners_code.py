@@ -20,7 +20,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
-from hf_batchllm.model import architecture
+from hf_batchllm.model.inspection import architecture
 
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 Own = LlamaForCausalLM
@@ -270,7 +270,7 @@ def test_what_layers_follow_is_run_as_it_is_in_generate(
 
 def test_an_unchanged_model_is_not_inspected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = BatchGenerator(FAMILIES["gemma2"]())
-    monkeypatch.setattr("hf_batchllm.model.architecture.inspect_model", None)
+    monkeypatch.setattr("hf_batchllm.model.inspection.architecture.inspect_model", None)
     for _ in range(2):
         assert len(generator.generate(PROMPTS, **GREEDY)) == len(PROMPTS)
     generator.model.train().eval()

@@ -20,8 +20,8 @@ from support_owners import GREEDY, PROMPTS, assert_refused, tokens, tokens_alone
 from torch import distributed, nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
-from hf_batchllm.model.batch_dependent import depends_on_batch
-from hf_batchllm.model.owners_state import not_in_graphs, stamp_of
+from hf_batchllm.model.inspection.batch_dependent import depends_on_batch
+from hf_batchllm.model.inspection.owners_state import not_in_graphs, stamp_of
 
 
 def messages(caught: list[warnings.WarningMessage]) -> list[str]:

@@ -25,9 +25,9 @@ from torch import nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
 from hf_batchllm.engine.kv_memory import KVMemory
-from hf_batchllm.model import torch_attention
-from hf_batchllm.model.kv_storage import AttentionShape, KVStorage
-from hf_batchllm.model.triton_attention import AttentionKernels
+from hf_batchllm.model.attention import torch_attention
+from hf_batchllm.model.attention.kv_storage import AttentionShape, KVStorage
+from hf_batchllm.model.attention.triton_attention import AttentionKernels
 from hf_batchllm.patches.attention_interface import attention_context, attention_forward
 from hf_batchllm.patches.shared_kv import GivenKV
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_batchllm.kernels.attention_parts_torch import write_kv
-from hf_batchllm.model import torch_attention
+from hf_batchllm.kernels.reference.attention_parts_torch import write_kv
+from hf_batchllm.model.attention import torch_attention
+from hf_batchllm.model.attention.torch_attention import CascadePlan, Scratch
 from hf_batchllm.model.batch import ModelBatch
 from hf_batchllm.model.batch_builder import BatchBuilder
-from hf_batchllm.model.torch_attention import CascadePlan, Scratch
 from hf_batchllm.planning.requests_and_prefixes import Prefix, Request, Unit
 from hf_batchllm.planning.step import Chunk, Step
 

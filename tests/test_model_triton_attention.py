@@ -21,8 +21,8 @@ from support_parity import KINDS_OF_ATTENTION, assert_parity, each_config_with_s
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, ConfigError
+from hf_batchllm.model.attention.triton_attention import SHORT_CHUNK
 from hf_batchllm.model.batch_builder import BatchBuilder
-from hf_batchllm.model.triton_attention import SHORT_CHUNK
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
 

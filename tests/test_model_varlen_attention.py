@@ -17,8 +17,8 @@ from support_varlen import varlen as varlen
 from support_varlen import varlen_attn as stand_in
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult
-from hf_batchllm.model import varlen_attention
-from hf_batchllm.model.choose_backend import check_backend, make_backend
+from hf_batchllm.model.attention import varlen_attention
+from hf_batchllm.model.attention.choose_backend import check_backend, make_backend
 from hf_batchllm.notices import Notices
 
 CPU = torch.device("cpu")
@@ -127,7 +127,9 @@ def test_a_torch_that_knows_no_word_for_grouped_heads(varlen: dict[str, int], mo
 
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this library's kernels cannot run, and torch's can; the warning says so."""
-    monkeypatch.setattr("hf_batchllm.model.choose_backend._refused", lambda config, device: "Triton is not installed")
+    monkeypatch.setattr(
+        "hf_batchllm.model.attention.choose_backend._refused", lambda config, device: "Triton is not installed"
+    )
     storage: Any = None
     for reason, kind, said in ((None, "VarlenBackend", "varlen"), ("no", "TorchBackend", None)):
         monkeypatch.setattr(varlen_attention, "why_not", lambda device, reason=reason: reason)
@@ -154,7 +156,9 @@ def test_natively(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own kernels in bfloat16 are no further from float32 than plain PyTorch in bfloat16 is."""
     reason = varlen_attention.why_not(torch.device("cuda", 0))
     assert reason is None, reason
-    monkeypatch.setattr("hf_batchllm.model.choose_backend._refused", lambda config, device: "Triton is not installed")
+    monkeypatch.setattr(
+        "hf_batchllm.model.attention.choose_backend._refused", lambda config, device: "Triton is not installed"
+    )
     prompts = random_prompts(random.Random(8), 97, "prefix", 12)
     exact = logprobs(family, "cuda", torch.float32, "torch", prompts)
     ours, plain = (logprobs(family, "cuda", torch.bfloat16, backend, prompts) for backend in ("auto", "torch"))

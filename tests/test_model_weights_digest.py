@@ -12,8 +12,8 @@ from support_families import build
 from support_word_tokenizer import word_tokenizer
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model.fingerprint import fingerprint
-from hf_batchllm.model.weights_digest import Digest
+from hf_batchllm.model.inspection.fingerprint import fingerprint
+from hf_batchllm.model.inspection.weights_digest import Digest
 from hf_batchllm.wording import differing
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool]

@@ -15,7 +15,7 @@ from support_families import FAMILIES
 from support_parity import mixed_prompts
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model.owners_state import not_in_graphs
+from hf_batchllm.model.inspection.owners_state import not_in_graphs
 from hf_batchllm.patches.autocast_around import autocasts_within, dtype_within, past_autocast
 from hf_batchllm.patches.uncompiled import own_forward
 

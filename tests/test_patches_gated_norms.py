@@ -17,7 +17,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.kernels import gated_ops_torch
+from hf_batchllm.kernels.reference import gated_ops_torch
 from hf_batchllm.patches.gated_norms import GatedNorm, gated_norm_forward, gated_norms
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")

@@ -18,7 +18,8 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
 from hf_batchllm.engine.loop import Engine
-from hf_batchllm.kernels import likeliest_torch, likeliest_triton
+from hf_batchllm.kernels.reference import likeliest_torch
+from hf_batchllm.kernels.triton import likeliest_triton
 
 PROMPTS = random_prompts(random.Random(3), 97, "mixed", 18)[:10]
 

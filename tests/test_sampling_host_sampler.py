@@ -25,7 +25,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processors
 
 from hf_batchllm.inputs.resolve_options import resolve_options
-from hf_batchllm.kernels.sample_torch import gumbel_sample
+from hf_batchllm.kernels.reference.sample_torch import gumbel_sample
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import host_sampler, processor_chains, rows_together
 from hf_batchllm.sampling.noise import Noise

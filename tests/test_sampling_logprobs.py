@@ -22,7 +22,7 @@ from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine import extra_outputs
 from hf_batchllm.engine.extra_outputs import ExtraOutputs
 from hf_batchllm.errors import OptionValueError
-from hf_batchllm.kernels.likeliest_torch import likeliest
+from hf_batchllm.kernels.reference.likeliest_torch import likeliest
 from hf_batchllm.sampling import logprobs as logprobs_module
 from hf_batchllm.sampling.logprobs import log_probs, log_probs_of_tokens
 

@@ -23,7 +23,7 @@ from support_parity import watched as watched  # a fixture
 from transformers import set_seed
 
 from hf_batchllm import BatchGenerator, BatchResult, PromptError
-from hf_batchllm.kernels.sample_torch import exponential
+from hf_batchllm.kernels.reference.sample_torch import exponential
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler
 from hf_batchllm.sampling import noise as sampling_noise

@@ -13,7 +13,7 @@ from support_kernels import plain
 from support_rare_tokens import LEAST, VOCABULARY, Forgetful, assert_follows, bins_of, zipf_logits
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.kernels import sample_torch
+from hf_batchllm.kernels.reference import sample_torch
 
 pytestmark = plain
 
@@ -52,7 +52,7 @@ def test_the_twin_draws_from_all_of_a_large_vocabulary(exponent: float, temperat
 @pytest.mark.gpu
 @pytest.mark.parametrize(("exponent", "temperature"), [*CASES, (0.0, 1.0)])
 def test_the_kernel_draws_from_all_of_a_large_vocabulary(exponent: float, temperature: float) -> None:
-    from hf_batchllm.kernels import sample_triton
+    from hf_batchllm.kernels.triton import sample_triton
 
     logits = zipf_logits(exponent)
     counts = drawn(sample_triton.gumbel_sample, "cuda", logits, temperature, 8_000_000, 500_000)

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from hf_batchllm.bench.floor import Rates, measure_rates
-from hf_batchllm.kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
-from hf_batchllm.kernels.work_lists import Chunks, Ranges
+from hf_batchllm.kernels.lists.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
+from hf_batchllm.kernels.lists.work_lists import Chunks, Ranges
 
 PAGE = 64
 TOLERANCE = 8e-3  # bfloat16 weights and output against float32

@@ -30,9 +30,9 @@ from hf_batchllm.bench.__main__ import floor_for, setting
 from hf_batchllm.bench.contenders import Measurement, Ours, machine_name
 from hf_batchllm.bench.workload import Workload, words_of
 from hf_batchllm.engine.wiring import scheduler_for
+from hf_batchllm.model.attention.torch_attention import CascadePlan
+from hf_batchllm.model.attention.triton_attention import StepWork, TritonBackend
 from hf_batchllm.model.batch import AttentionBatch
-from hf_batchllm.model.torch_attention import CascadePlan
-from hf_batchllm.model.triton_attention import StepWork, TritonBackend
 from hf_batchllm.planning.scheduler import GroupScheduler
 
 ALL_ON = "nothing"

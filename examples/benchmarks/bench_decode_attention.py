@@ -7,9 +7,9 @@
 
 attention.py explains how batches are written and how the floor is worked out; attention_rivals.py, what rivals get. A
 batch is one decode step of one layer in a CUDA graph: the segment and own launches on parallel branches, then the
-merge. Prefixes become segments where the gate of kernels/ranges.py lets them. Each graph goes over several caches in
-turn, so that nothing stays in L2, and the time is the median of its replays. Pages lie scattered over the caches. Every
-batch is checked before it is timed.
+merge. Prefixes become segments where the gate of kernels/lists/ranges.py lets them. Each graph goes over several caches
+in turn, so that nothing stays in L2, and the time is the median of its replays. Pages lie scattered over the caches.
+Every batch is checked before it is timed.
 
 "GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is the share of a device-to-device
 copy's rate (bytes read + bytes written); "floor" is the floor's share of the time. "off" is the time if every row reads
@@ -29,9 +29,9 @@ from attention import NEVER, PAGE, Problem, decode_batch, floor_ms, read
 from attention_rivals import time_rival
 
 from hf_batchllm.bench.floor import Rates
-from hf_batchllm.kernels import decode_triton as ct
-from hf_batchllm.kernels import work_lists as wl
-from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.lists.ranges import GATE, GATE_MERGED
+from hf_batchllm.kernels.triton import decode_triton as ct
 
 DEFAULT = ["16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "256x1:0+1024", "random:40"]
 LEAST_SHARES = {"random:40": 0.6}  # of a copy's rate that a batch should reach

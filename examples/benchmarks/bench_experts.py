@@ -29,7 +29,7 @@ from torch import nn
 
 from hf_batchllm.bench.floor import measure_rates
 from hf_batchllm.bench.workload import SHAPES
-from hf_batchllm.kernels.experts_torch import Gating
+from hf_batchllm.kernels.reference.experts_torch import Gating
 from hf_batchllm.patches.fusable_experts import Experts, mixtures
 from hf_batchllm.patches.fused_experts import ExpertKernels, Handed, experts_forward, router_forward
 from hf_batchllm.patches.fusion import triton_fused_kernels

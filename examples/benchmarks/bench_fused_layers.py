@@ -27,11 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchConfig
 from hf_batchllm.bench.workload import SHAPES
-from hf_batchllm.model.architecture import inspect_model
+from hf_batchllm.model.attention.choose_backend import make_backend
+from hf_batchllm.model.attention.kv_storage import KVStorage
 from hf_batchllm.model.batch import ModelBatch
 from hf_batchllm.model.batch_builder import BatchBuilder
-from hf_batchllm.model.choose_backend import make_backend
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.inspection.architecture import inspect_model
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import ATTENTION_NAME, attention_context

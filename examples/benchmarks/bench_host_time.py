@@ -38,10 +38,10 @@ from hf_batchllm.engine.extra_outputs import ExtraOutputs
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.inputs.tokenizer import TokenizerLoader
 from hf_batchllm.model import model_in_use
+from hf_batchllm.model.attention.torch_attention import CascadeAttention
+from hf_batchllm.model.attention.triton_attention import AttentionKernels, KernelAttention, TritonBackend
 from hf_batchllm.model.batch_builder import BatchBuilder
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.model.torch_attention import CascadeAttention
-from hf_batchllm.model.triton_attention import AttentionKernels, KernelAttention, TritonBackend
 from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.sampling.seated_sampler import SeatedSampler

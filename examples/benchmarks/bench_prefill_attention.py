@@ -24,8 +24,8 @@ import torch
 from attention import PAGE, Problem, floor_ms, prefill_batch, read
 from attention_rivals import time_rival
 
-from hf_batchllm.kernels import prefill_triton as pt
-from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.triton import prefill_triton as pt
 
 DEFAULT = ["8x1024", "4x2048", "1x8192", "4x2000+16x200"]
 

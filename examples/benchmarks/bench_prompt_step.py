@@ -28,10 +28,10 @@ import transformers
 from torch.nn import functional
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.model.architecture import inspect_model
+from hf_batchllm.model.attention.choose_backend import fused_kernels, make_backend
+from hf_batchllm.model.attention.kv_storage import KVStorage
 from hf_batchllm.model.batch_builder import BatchBuilder
-from hf_batchllm.model.choose_backend import fused_kernels, make_backend
-from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.inspection.architecture import inspect_model
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import AttentionCall

@@ -25,8 +25,8 @@ import common
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_batchllm.kernels import penalties_triton, sample_triton, top_k_top_p_triton
-from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.lists.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.triton import penalties_triton, sample_triton, top_k_top_p_triton
 
 SETS_BYTES = 128 << 20  # of all sets of logits: more than the L2 cache holds
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95

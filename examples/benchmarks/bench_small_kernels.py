@@ -22,8 +22,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_batchllm.bench.workload import SHAPES
-from hf_batchllm.kernels import layer_ops_triton, sample_triton
-from hf_batchllm.kernels.sample_torch import PADDING, Rows
+from hf_batchllm.kernels.reference.sample_torch import PADDING, Rows
+from hf_batchllm.kernels.triton import layer_ops_triton, sample_triton
 
 Tensors = tuple[torch.Tensor, ...]
 EPS = 1e-6

@@ -3,13 +3,13 @@
     python examples/benchmarks/calibrate_attention.py            # some 80 s
     python examples/benchmarks/calibrate_attention.py --quick    # a smaller grid
 
-**Splits** (BLOCKS and MIN_PAGES in kernels/work_lists.py): a batch's time with its ranges cut by the rule, with
+**Splits** (BLOCKS and MIN_PAGES in kernels/lists/work_lists.py): a batch's time with its ranges cut by the rule, with
 items of at most a fixed number of pages, and with other constants in the rule.
 
-**The gate** (GATE and GATE_MERGED in kernels/ranges.py): 256 rows in groups, each of which shares a prefix. The time
-with the prefixes as segments / with each prefix joined to its rows' own tokens, and the length from which a segment
-pays. Once where no other prefix makes the rows merge, once below a prefix of 2,000 tokens that all rows share, which is
-a segment either way. Both again with a sliding window of 1,024, where only the tokens still in sight count.
+**The gate** (GATE and GATE_MERGED in kernels/lists/ranges.py): 256 rows in groups, each of which shares a prefix. The
+time with the prefixes as segments / with each prefix joined to its rows' own tokens, and the length from which a
+segment pays. Once where no other prefix makes the rows merge, once below a prefix of 2,000 tokens that all rows share,
+which is a segment either way. Both again with a sliding window of 1,024, where only the tokens still in sight count.
 
 A gate has the form ``tokens * (rows - 1) / rows >= GATE``. The suggested gate is the one whose worst choice costs
 least, against the better way in each cell. Every cell is checked before it is timed.
@@ -30,8 +30,8 @@ import torch
 from attention import EVERY, NEVER, Problem, decode_batch
 from bench_decode_attention import measure
 
-from hf_batchllm.kernels import work_lists as wl
-from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
+from hf_batchllm.kernels.lists import work_lists as wl
+from hf_batchllm.kernels.lists.ranges import GATE, GATE_MERGED
 
 SPLIT_BATCHES = [
     *("16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "1x256:2000+250", "4x64:2000+250", "2x128:4000+250"),

@@ -23,7 +23,8 @@ import torch
 from attention import Problem, decode_batch, prefill_batch
 from triton.compiler.compiler import CompiledKernel, make_backend
 
-from hf_batchllm.kernels import cards, prefill_triton
+from hf_batchllm.kernels import cards
+from hf_batchllm.kernels.triton import prefill_triton
 
 LINES = {"decode_16": (16,), "decode_64": (64,), "prefill": (64, 128)}
 BATCHES = {"decode_16": ["256x1:0+1024", "64x4:2000+250"], "decode_64": ["16x16:2000+250"], "prefill": ["4x2048"]}

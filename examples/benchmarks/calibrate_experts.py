@@ -3,8 +3,8 @@
     python examples/benchmarks/calibrate_experts.py --shapes qwen3-30b-a3b --tokens 64 8192 --seconds 240
     python examples/benchmarks/calibrate_experts.py                     # all three shapes, some minutes each
 
-A tile is (columns, depth, warps, stages) as in kernels/experts_triton.py, for as many rows of an expert as the table
-says. The products of gate and up and those of down are timed alone, each as a CUDA graph over several layers. The
+A tile is (columns, depth, warps, stages) as in kernels/triton/experts_triton.py, for as many rows of an expert as the
+table says. The products of gate and up and those of down are timed alone, each as a CUDA graph over several layers. The
 kernels of all tiles are compiled first, in several processes. Behind the fastest tiles stands what is in use (_TILES).
 """
 
@@ -21,9 +21,9 @@ import torch
 from bench_experts import DTYPE, NAMES, ExpertShape, Layer, experts_of, with_tokens
 
 from hf_batchllm.bench.floor import measure_rates
-from hf_batchllm.kernels.experts_torch import Gating
-from hf_batchllm.kernels.experts_triton import Tile, down_products, tiles_for, up_products
-from hf_batchllm.kernels.routing_triton import rows_of_experts
+from hf_batchllm.kernels.reference.experts_torch import Gating
+from hf_batchllm.kernels.triton.experts_triton import Tile, down_products, tiles_for, up_products
+from hf_batchllm.kernels.triton.routing_triton import rows_of_experts
 
 UP, DOWN = "up", "down"
 FEW_ROWS = 64  # of a tile; more are another table

@@ -18,8 +18,8 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from ..bench import __doc__ as about
 from ..config import BatchConfig
-from . import __doc__ as about
 from .contenders import Measurement, Ours, best_batch_size, by_generate, by_generate_batch, machine_name, measure
 from .floor import Floor, NoFloorError, Shape, floor_of, measure_rates, with_shares
 from .workload import SHAPES, Workload, known_config, load_model, words_of

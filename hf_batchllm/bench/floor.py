@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..model.architecture import inspect_model
-from ..model.state_layers import ATTENDING, BOTH
+from ..model.inspection.architecture import inspect_model
+from ..model.states.state_layers import ATTENDING, BOTH
 from ..patches.fusable_experts import mixtures
 from ..patches.state_functions import mixers
 from .workload import PromptGroup

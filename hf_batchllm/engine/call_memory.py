@@ -7,10 +7,10 @@ from functools import cached_property
 from statistics import fmean
 
 from ..inputs.prompts import longest_uncut
+from ..model.attention.kv_storage import KVStorage
 from ..model.image_features import ImageFeatures
-from ..model.kv_storage import KVStorage
 from ..model.model_in_use import ModelInUse
-from ..model.state_storage import COPIED_AT_ONCE
+from ..model.states.state_storage import COPIED_AT_ONCE
 from ..planning.call_plan import CallPlan
 from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs

@@ -19,8 +19,8 @@ from ..inputs.padded_batch import take_padded
 from ..inputs.preparing import bars_wanted
 from ..inputs.seeds import Seeds
 from ..inputs.tokenizer import TokenizerLoader
-from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
+from ..model.inspection.architecture import Architecture
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from ..planning.sharing import make_plan

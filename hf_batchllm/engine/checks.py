@@ -33,7 +33,7 @@ from ..inputs.resolve_options import resolve_each
 from ..inputs.score_names import checked_score_names
 from ..inputs.seeds import checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
-from ..model.architecture import Architecture
+from ..model.inspection.architecture import Architecture
 from ..notices import Notices
 from ..sampling.call_grammars import checked_grammars
 from ..sampling.stop_rules import rules_of_each

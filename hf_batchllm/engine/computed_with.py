@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..model.architecture import Architecture
-from ..model.owners_state import stamp_of, tensors_of
-from ..model.weights_digest import Digest
+from ..model.inspection.architecture import Architecture
+from ..model.inspection.owners_state import stamp_of, tensors_of
+from ..model.inspection.weights_digest import Digest
 
 
 class ComputedWith:

@@ -20,13 +20,13 @@ from torch import nn
 from ..config import BatchConfig
 from ..errors import UnsupportedModelError
 from ..inputs.base_model import base_model
+from ..model.attention.fixed_passes import ROWS, WIDE_ROWS
+from ..model.attention.kv_storage import KVStorage
 from ..model.batch_builder import BatchBuilder
-from ..model.fixed_passes import ROWS, WIDE_ROWS
-from ..model.kv_storage import KVStorage
+from ..model.inspection.trial_passes import MadeUp
 from ..model.matmul_precision import matmul_settings
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
-from ..model.trial_passes import MadeUp
 from ..notices import Notices
 from ..patches.fixed_products import FixedThreads, WideProducts, kinds_that_may_be_wide
 from ..patches.uncompiled import every_module

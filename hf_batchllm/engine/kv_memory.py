@@ -11,10 +11,10 @@ from torch import nn
 from ..config import BatchConfig
 from ..errors import CacheMemoryError
 from ..inputs.base_model import base_model
-from ..model.architecture import Architecture
+from ..model.attention.kv_storage import KVStorage, kv_dtype
 from ..model.device_memory import DeviceMemory, SharedMemory, device_memory, is_out_of_memory
-from ..model.kv_storage import KVStorage, kv_dtype
-from ..model.owners_warnings import has_owners_hooks
+from ..model.inspection.architecture import Architecture
+from ..model.inspection.owners_warnings import has_owners_hooks
 from ..notices import Notices
 from ..patches.uncompiled import every_module
 from ..planning.paged_cache import PagedCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..inputs.plain_values import plain, plain_options
 from ..inputs.prompts import longest_uncut
 from ..model.image_features import ImageFeatures
-from ..model.invariance import refuse_calls_that_vary
+from ..model.inspection.invariance import refuse_calls_that_vary
 from ..model.model_in_use import ModelInUse
 from ..planning.call_plan import CallPlan
 from ..sampling.device_logprobs import MOST_LIKELY

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 from ..config import BatchConfig
 from ..inputs.base_model import base_model
 from ..inputs.prompts import Prompt
+from ..model.attention.kv_storage import KVStorage
+from ..model.attention.triton_attention import TritonBackend
 from ..model.batch_builder import BatchBuilder
 from ..model.device_memory import DeviceMemory, is_out_of_memory
-from ..model.kv_storage import KVStorage
-from ..model.owners_state import not_in_graphs
+from ..model.inspection.owners_state import not_in_graphs
 from ..model.runner import ModelRunner
 from ..model.transfers import current_device
-from ..model.triton_attention import TritonBackend
 from ..patches.attention_interface import autocast_dtype
 from ..patches.uncompiled import every_module
 from ..planning.requests_and_prefixes import Request

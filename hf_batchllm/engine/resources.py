@@ -6,11 +6,11 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..inputs.base_model import base_model
-from ..model.architecture import inspect_model, look_again
-from ..model.choose_backend import check_backend
-from ..model.invariance import refuse_what_varies
+from ..model.attention.choose_backend import check_backend
+from ..model.inspection.architecture import inspect_model, look_again
+from ..model.inspection.invariance import refuse_what_varies
+from ..model.inspection.owners_warnings import warn_of_compiled
 from ..model.model_in_use import ModelInUse
-from ..model.owners_warnings import warn_of_compiled
 from ..notices import Notices
 from ..patches.fusion import Fusion
 from ..sampling.earlier_answers import EarlierAnswers

@@ -14,10 +14,10 @@ _ATTENTION = tuple(
     f"{_PACKAGE}.{name}"
     for name in (
         "kernels",
-        "model.attention_backend",
-        "model.kv_storage",
-        "model.torch_attention",
-        "model.triton_attention",
+        "model.attention.attention_backend",
+        "model.attention.kv_storage",
+        "model.attention.torch_attention",
+        "model.attention.triton_attention",
         "patches.attention_interface",
     )
 )

@@ -27,7 +27,7 @@ from ..inputs.options import Options
 from ..inputs.preparing import bars_wanted
 from ..inputs.prompts import check_prompts
 from ..inputs.resolve_options import resolve_options
-from ..model.fingerprint import fingerprint
+from ..model.inspection.fingerprint import fingerprint
 from ..notices import Notices
 from ..pool.generator_pool import GeneratorPool
 from ..results.generations import Generation

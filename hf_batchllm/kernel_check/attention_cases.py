@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.fixed_lists import FIXED_TILES, PART, build_fixed
-from ..kernels.layer_ops_torch import TURNS
-from ..kernels.ranges import Readers, Units, make_chunks, make_ranges
-from ..kernels.work_lists import WorkLists, build_prefill, build_work
+from ..kernels.lists.fixed_lists import FIXED_TILES, PART, build_fixed
+from ..kernels.lists.ranges import Readers, Units, make_chunks, make_ranges
+from ..kernels.lists.work_lists import WorkLists, build_prefill, build_work
+from ..kernels.reference.layer_ops_torch import TURNS
 from .comparing import Cases, Where, Wrong, both, held, near
 from .outcomes import in_a_line, is_others_work
 
@@ -174,7 +174,7 @@ def prompts(where: Where, shape: Shape, two_way: bool = False) -> None:
 
 def in_parts(where: Where, shape: Shape) -> None:
     """Decode rows, and prompts of a few tokens and of many, most of them on a prefix: the same bits in any blocks."""
-    from ..kernels.pages_triton import by_page
+    from ..kernels.triton.pages_triton import by_page
 
     count = np.where(np.arange(len(_OWN)) % 4 == 1, 3, 1)
     count[_OWN.argmax()] = 70

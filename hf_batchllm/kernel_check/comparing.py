@@ -68,7 +68,9 @@ def device_with(mark: str, named: torch.device) -> torch.device:
 @cache
 def both(home: str) -> tuple[Any, Any]:
     """The module with these kernels, and the one with their references."""
-    kernels, references = (import_module(f"..kernels.{home}_{kind}", __package__) for kind in ("triton", "torch"))
+    kernels, references = (
+        import_module(f"..kernels.{kind}", __package__) for kind in (f"triton.{home}_triton", f"reference.{home}_torch")
+    )
     return kernels, references
 
 

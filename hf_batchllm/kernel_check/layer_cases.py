@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..kernels.experts_torch import Gating
-from ..kernels.gated_ops_torch import NormForm
-from ..kernels.routing_torch import Rule
-from ..kernels.spans import Spans
+from ..kernels.lists.spans import Spans
+from ..kernels.reference.experts_torch import Gating
+from ..kernels.reference.gated_ops_torch import NormForm
+from ..kernels.reference.routing_torch import Rule
 from .comparing import Cases, Where, both, held
 
 _TOP = 2  # experts of a token

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.sample_torch import RUNNING, Rows
-from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
-from ..kernels.token_edits import Decays, Forced, History, Target, TargetLists
+from ..kernels.lists.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from ..kernels.lists.token_edits import Decays, Forced, History, Target, TargetLists
+from ..kernels.reference.sample_torch import RUNNING, Rows
 from .comparing import Cases, Where, Wrong, both, held
 
 _ROWS, _VOCABULARY = 8, 5003

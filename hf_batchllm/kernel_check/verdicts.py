@@ -16,7 +16,7 @@ from typing import IO
 import torch
 
 from .._version import __version__
-from ..kernels import work_lists
+from ..kernels import cards
 from ..notices import warn_user
 
 try:
@@ -25,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _SILENT_WAIT, _LONGEST_WAIT = 10.0, 900.0  # seconds, for another process's check
-_SOURCES = tuple(Path(str(path)).resolve().parent for path in (work_lists.__file__, __file__))
+_SOURCES = tuple(Path(str(path)).resolve().parent for path in (cards.__file__, __file__))
 
 
 def key_of(device: torch.device) -> dict[str, str]:
@@ -63,7 +63,7 @@ def sources() -> str:
     """A hash of the kernels and of the check."""
     found = hashlib.sha256()
     for folder in _SOURCES:
-        for path in sorted(folder.glob("*.py")):
+        for path in sorted(folder.rglob("*.py")):
             found.update(path.name.encode())
             found.update(path.read_bytes())
     return found.hexdigest()

@@ -16,7 +16,7 @@ import torch
 from ..planning.requests_and_prefixes import Unit
 from ..planning.step import Chunk
 from .draft_rows import DraftRows
-from .state_batch import StateBatch
+from .states.state_batch import StateBatch
 
 
 @dataclass(frozen=True)

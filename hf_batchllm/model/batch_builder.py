@@ -19,7 +19,7 @@ from ..planning.step import Chunk, Step
 from .batch import AttentionBatch, Burst, Copies, ModelBatch, TokenBatch, TwoWay, UnitTable
 from .draft_rows import DraftRows
 from .room_batches import RoomBatches
-from .state_batch import StateBatch
+from .states.state_batch import StateBatch
 
 
 class BatchBuilder:

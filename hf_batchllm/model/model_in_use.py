@@ -17,9 +17,7 @@ from ..patches.fixed_products import WideProducts
 from ..patches.fusion import FusedLayers, Fusion
 from ..patches.uncompiled import every_module
 from ..planning.step import Chunk
-from .architecture import Architecture
-from .batch_builder import BatchBuilder
-from .choose_backend import (
+from .attention.choose_backend import (
     check_backend,
     fused_kernels,
     make_backend,
@@ -28,10 +26,12 @@ from .choose_backend import (
     warn_of_refused,
     without_refused,
 )
+from .attention.kv_storage import KVStorage
+from .batch_builder import BatchBuilder
 from .image_features import ImageFeatures
-from .invariance import refuse_what_varies
-from .kv_storage import KVStorage
-from .owners_warnings import warn_of_owners_state
+from .inspection.architecture import Architecture
+from .inspection.invariance import refuse_what_varies
+from .inspection.owners_warnings import warn_of_owners_state
 from .runner import ModelRunner
 
 

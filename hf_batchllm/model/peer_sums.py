@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..kernels.rank_sums_triton import MOST_PROGRAMS, meet, sum_of_parts
+from ..kernels.triton.rank_sums_triton import MOST_PROGRAMS, meet, sum_of_parts
 from ..patches.summed_rows import GroupSums
 from ..wording import first_line
 from .rank_watch import this_machine

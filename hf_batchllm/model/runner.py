@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..kernels.spans import Spans
+from ..kernels.lists.spans import Spans
 from ..patches.adapter_swap import AdapterSwap
 from ..patches.attention_interface import AttentionContext, attention_context
 from ..patches.fusion import FusedLayers
 from ..patches.image_features_swap import ImageFeaturesSwap
 from ..patches.state_functions import state_context
 from ..planning.step import Chunk
-from .architecture import Architecture
-from .attention_backend import AttentionBackend
+from .attention.attention_backend import AttentionBackend
 from .batch import ModelBatch
 from .control import ModelControl
 from .image_features import ImageFeatures
+from .inspection.architecture import Architecture
 from .kept_autocast import KeptAutocast
-from .state_step import StateKernels, StateStep
+from .states.state_step import StateKernels, StateStep
 from .transfers import current_device
 
 

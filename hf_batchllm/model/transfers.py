@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from ..kernels.work_lists import sent
+from ..kernels.lists.work_lists import sent
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:

@@ -143,7 +143,7 @@ def _runs_a_step() -> bool:
 
 
 def _narrow_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    from ..kernels.narrow_products_triton import narrow_product  # Triton may not be there
+    from ..kernels.triton.narrow_products_triton import narrow_product  # Triton may not be there
 
     with torch.cuda.device(x.device):
         return narrow_product(x, weight, bias)

@@ -44,7 +44,7 @@ class LoadGenerator:
     processes: int = 1  # that have the model together, each a part of it
 
     def __call__(self) -> PartGenerator:
-        from ..model.fingerprint import fingerprint
+        from ..model.inspection.fingerprint import fingerprint
         from .part_generator import PartGenerator
 
         model, tokenizer = load_in_worker(self.load, self.tokenizer, self.device)

@@ -21,7 +21,7 @@ from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
 from ..kernels.cards import card_on
-from ..model.architecture import Architecture
+from ..model.inspection.architecture import Architecture
 from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
 from ..planning.sharing import plan_sharing

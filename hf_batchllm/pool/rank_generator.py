@@ -22,7 +22,7 @@ from ..inputs.option_checks import check_progress
 from ..inputs.preparing import bars_wanted
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
-from ..model.fingerprint import fingerprint
+from ..model.inspection.fingerprint import fingerprint
 from ..planning.pieces import Split
 from ..results.dataframes import index_of
 from ..results.generations import BatchResult

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as processors
 from ..inputs.base_model import base_model
 from ..inputs.options import Options, make_processors
 from ..kernel_check.trust import failed_check
-from ..kernels.sampling_recipes import Recipe
+from ..kernels.lists.sampling_recipes import Recipe
 from .logit_edits import LogitEdits, edits_of
 from .processor_chains import MINIMUM_LENGTHS
 from .top_h import MOST_OF_TOP_H

@@ -16,8 +16,8 @@ import torch
 
 from ..inputs.options import Options
 from ..inputs.seeds import as_int64
-from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
-from ..kernels.token_edits import History
+from ..kernels.lists.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from ..kernels.lists.token_edits import History
 from ..model.transfers import to_device
 from .device_options import recipe_of
 from .logit_edits import EditTables, LogitEdits

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from ..inputs.grammar_options import Grammar
-from ..kernels.token_masks_torch import WORD, mask_tokens
+from ..kernels.reference.token_masks_torch import WORD, mask_tokens
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
 from .compiled_grammars import CompiledGrammars, error_of

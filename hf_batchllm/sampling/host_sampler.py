@@ -16,8 +16,8 @@ from transformers.generation import logits_process as processors
 
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
-from ..kernels.sample_torch import block_sums
-from ..kernels.sampling_recipes import Recipe
+from ..kernels.lists.sampling_recipes import Recipe
+from ..kernels.reference.sample_torch import block_sums
 from ..model.float64 import in_float64
 from ..model.transfers import to_device
 from ..notices import Notices

@@ -12,8 +12,8 @@ import torch
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as processors
 
-from ..kernels.sampling_recipes import Recipe, RecipeTable
-from ..kernels.token_edits import Decays, Forced, Target, TargetLists
+from ..kernels.lists.sampling_recipes import Recipe, RecipeTable
+from ..kernels.lists.token_edits import Decays, Forced, Target, TargetLists
 from ..model.transfers import to_device
 
 Sequences = tuple[tuple[tuple[int, ...], float], ...]  # tokens, and what is added to the logit of the last one

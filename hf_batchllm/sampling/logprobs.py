@@ -13,7 +13,7 @@ import torch
 
 from ..inputs.images.prompt_images import FIRST_KEY
 from ..inputs.prompts import Prompt
-from ..kernels.likeliest_torch import likeliest
+from ..kernels.reference.likeliest_torch import likeliest
 from ..model.transfers import start_copy_to_host, to_device
 from ..planning.requests_and_prefixes import Request, Unit
 from ..planning.step import Chunk

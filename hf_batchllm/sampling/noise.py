@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ..inputs.seeds import Seeds, as_int64, noise_key
-from ..kernels.sample_torch import SAMPLE_BLOCK, block_noise, draw
-from ..kernels.sampling_recipes import Recipe
+from ..kernels.lists.sampling_recipes import Recipe
+from ..kernels.reference.sample_torch import SAMPLE_BLOCK, block_noise, draw
 from ..model.float64 import place_of_float64
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request

@@ -31,7 +31,7 @@ class SamplingKernels:
 
 
 def triton_sampling() -> SamplingKernels:
-    from ..kernels import (
+    from ..kernels.triton import (
         likeliest_triton,
         penalties_triton,
         sample_triton,
@@ -60,7 +60,7 @@ def triton_sampling() -> SamplingKernels:
 
 
 def torch_sampling() -> SamplingKernels:
-    from ..kernels import (
+    from ..kernels.reference import (
         likeliest_torch,
         penalties_torch,
         sample_torch,

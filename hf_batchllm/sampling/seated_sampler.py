@@ -10,7 +10,7 @@ import torch
 
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds, as_int64, noise_key
-from ..kernels.token_edits import History
+from ..kernels.lists.token_edits import History
 from ..model.tensor_ranks import TensorRanks
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request

@@ -14,8 +14,8 @@ from torch import nn
 from ...inputs.base_model import base_model
 from ...inputs.options import Options
 from ...inputs.seeds import Seeds, as_int64, noise_key
-from ...kernels.sample_torch import exponential
-from ...kernels.work_lists import sent
+from ...kernels.lists.work_lists import sent
+from ...kernels.reference.sample_torch import exponential
 from ...model.float64 import at_float64, has_float64
 from ...model.tensor_ranks import TensorRanks
 from ...model.transfers import start_copy_to_host, to_device

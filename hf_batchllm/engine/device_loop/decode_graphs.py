@@ -14,13 +14,13 @@ import torch
 
 from ...config import BatchConfig
 from ...errors import RanksError
-from ...kernels.work_lists import NoRoom
+from ...kernels.lists.work_lists import NoRoom
+from ...model.attention.kv_storage import KVStorage
+from ...model.attention.triton_attention import StepWork, TritonBackend, WorkSeen
 from ...model.batch import ModelBatch
 from ...model.draft_rows import DraftRows
-from ...model.kv_storage import KVStorage
-from ...model.owners_state import HeldMemory, not_in_graphs
+from ...model.inspection.owners_state import HeldMemory, not_in_graphs
 from ...model.runner import ModelRunner
-from ...model.triton_attention import StepWork, TritonBackend, WorkSeen
 from ...notices import Notices
 from ...sampling.device_logprobs import DeviceLogProbs
 from .decode_rows import Advance, DecodeRows, Pick, Produced

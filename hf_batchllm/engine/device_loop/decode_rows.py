@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.sample_torch import PADDING, RUNNING, STOPPED, Rows
-from ...kernels.spans import Spans
-from ...kernels.work_lists import NoRoom, WorkLists, sent
+from ...kernels.lists.spans import Spans
+from ...kernels.lists.work_lists import NoRoom, WorkLists, sent
+from ...kernels.reference.sample_torch import PADDING, RUNNING, STOPPED, Rows
+from ...model.attention.triton_attention import StepWork, TritonBackend, WorkSeen, WorkSource
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
-from ...model.triton_attention import StepWork, TritonBackend, WorkSeen, WorkSource
 from ...patches.autocast_around import autocasts_within
 from ...planning.draft_room import DraftRoom
 from ...planning.requests_and_prefixes import NO_SLOT

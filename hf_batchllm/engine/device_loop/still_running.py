@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...model.kv_storage import KVStorage
+from ...model.attention.kv_storage import KVStorage
 from ...planning.requests_and_prefixes import Request
 
 

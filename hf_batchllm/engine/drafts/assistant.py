@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from ...config import BatchConfig
+from ...model.attention.kv_storage import KVStorage, kv_dtype
 from ...model.batch import ModelBatch
 from ...model.batch_builder import BatchBuilder
 from ...model.device_memory import is_out_of_memory
-from ...model.kv_storage import KVStorage, kv_dtype
 from ...model.model_in_use import ModelInUse
 from ...model.runner import ModelRunner
 from ...planning.paged_cache import PagedCache

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...errors import BatchLLMError, UnsupportedModelError
 from ...inputs.base_model import base_model, without_compile
-from ...model.architecture import Architecture, inspect_model, look_again
+from ...model.inspection.architecture import Architecture, inspect_model, look_again
 from ...notices import Notices
 from ...patches.fusion import Fusion
 

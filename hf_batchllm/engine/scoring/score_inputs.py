@@ -17,7 +17,7 @@ from ...inputs.images.prompt_images import PromptImages
 from ...inputs.not_prompts import why_not_a_list
 from ...inputs.prompt_lengths import id_without_logits, position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all
-from ...model.architecture import Architecture
+from ...model.inspection.architecture import Architecture
 from ...notices import Notices
 from ...wording import a_kind, is_array, is_number, shown
 from .lost_spaces import warn_of_lost_space

@@ -1,0 +1,1 @@
+"""States that layers carry from token to token: their memory, and their part in a batch."""

@@ -1,0 +1,1 @@
+"""What kernels are told of their work, made on the host."""

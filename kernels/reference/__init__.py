@@ -1,0 +1,1 @@
+"""What each kernel computes, in plain PyTorch: the reference that it is tested against."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton; the reference of each is in ``reference``."""
