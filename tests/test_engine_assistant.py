@@ -236,6 +236,17 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not drafted.report.drafted_tokens
 
 
+def test_an_assistant_that_cannot_be_opened_costs_no_kept_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = build("llama"), [[*range(5, 37), last] for last in (40, 41)]
+    with BatchGenerator(model, page_size=16, keep_prefixes=4) as generator:
+        generator.generate(prompts, max_new_tokens=1)
+        with monkeypatch.context() as patch:
+            failing(patch, Assistant, "__init__", [1], ValueError("no assistant"))
+            with pytest.raises(ValueError, match="no assistant"):
+                generator.generate(prompts, max_new_tokens=1, assistant_model=twin_of(model))
+        assert generator.generate(prompts, max_new_tokens=1).report.cached_tokens == 32
+
+
 @pytest.mark.usefixtures("always")
 def test_an_error_in_the_assistant_is_an_error() -> None:
     model = build("llama")

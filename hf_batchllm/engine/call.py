@@ -109,6 +109,7 @@ class Call:
         self.ranks.start()
         try_model(self.use, self.plan, self.memory.images, self.resources)
         self._held.callback(self.memory.close)
+        self.memory.open_assistant()
         self.stage = Stage.MEMORY
         self.memory.open()
 

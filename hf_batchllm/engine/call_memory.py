@@ -60,13 +60,12 @@ class CallMemory:
         most = self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)
         return max(most, longest_uncut(self._plan.prompts))
 
-    def open(self) -> None:
-        """Take the memory: first what the call needs beside the cache, which takes what is left."""
+    def open_assistant(self) -> None:
+        """Before the cache, which takes the memory that is left."""
         resources, memory = self._resources, self._kv.memory
         self.assistant = open_assistant(
             self._job, self._use, self._config, resources.assistants, memory, resources.notices
         )
-        self.cache, self.storage = self._open_cache()
 
     def close(self) -> None:
         """The cache stays: what becomes of it depends on how the call has ended."""
@@ -78,13 +77,13 @@ class CallMemory:
         if self.assistant is not None:
             self.assistant.owner_had_control()
 
-    def _open_cache(self) -> tuple[PagedCache, KVStorage]:
-        """As large as the call can use and as memory allows."""
+    def open(self) -> None:
+        """The cache, as large as the call can use and as memory allows."""
         plan, wanted = self._plan, self._plan.pages_at_once
         states = bool(self._use.architecture.states)
         longest = max(self._plan.new_tokens, default=0)
         self._outputs.fit_into(self._kv.free_beside_the_cache(), longest, self._vocabulary)
-        return self._kv.open(
+        self.cache, self.storage = self._kv.open(
             Room(max(wanted, 1), plan.slots_at_once if states else 0),
             Room(plan.pages_needed, plan.slots_needed if states else 0),
             depth=plan.sharing.depth if states else 0,
