@@ -136,7 +136,7 @@ class BatchGenerator(ScoreCalls):
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
-        return self._generated(prompts, generation_config, seed, on_error, progress, generate_kwargs)
+        return self._generate(prompts, generation_config, seed, on_error, progress, generate_kwargs)
 
     @shows_options
     @with_short_tracebacks
@@ -156,7 +156,7 @@ class BatchGenerator(ScoreCalls):
         ``progress=True`` only. A stream keeps nothing in ``interrupted``, as each result was handed out: put them into
         a list as they come. An interrupt raises a plain KeyboardInterrupt.
         """
-        return self._stream_of(prompts, generation_config, seed, on_error, progress or False, dict(generate_kwargs))
+        return self._stream(prompts, generation_config, seed, on_error, progress or False, dict(generate_kwargs))
 
     @with_short_tracebacks
     def score(
@@ -188,7 +188,7 @@ class BatchGenerator(ScoreCalls):
         tokens.
         """
         given = contexts, continuations, choices, on_error, adapter, chat_options
-        return self._scored(given, on_error == "raise", progress)
+        return self._score(given, on_error == "raise", progress)
 
     @with_short_tracebacks
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:
@@ -196,7 +196,7 @@ class BatchGenerator(ScoreCalls):
 
         ``adapter``, and options of prompts such as ``tools`` and ``max_prompt_tokens``: as for ``generate``.
         """
-        return self._planned(prompts, adapter, prompt_options)
+        return self._plan(prompts, adapter, prompt_options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # copy.copy, copy.deepcopy, pickle
         raise TypeError(

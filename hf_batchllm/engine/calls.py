@@ -68,7 +68,7 @@ class Calls:
         """What was read off the model: its layers, heads and attention."""
         return self._resources.architecture
 
-    def _generated(
+    def _generate(
         self,
         prompts: Any,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
@@ -78,10 +78,10 @@ class Calls:
         generate_kwargs: dict[str, Any],
     ) -> Any:
         finished = FinishedGenerations()
-        body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
-        return self._collected(body, finished)
+        given = prompts, generation_config, seed, on_error, progress, generate_kwargs
+        return self._collected(partial(self._run_generate, finished, *given), finished)
 
-    def _generate(
+    def _run_generate(
         self,
         finished: FinishedGenerations,
         prompts: Any,
@@ -114,7 +114,7 @@ class Calls:
         result._index = finished.index
         return result if padded is None else as_tensors(padded, result, job.options[0], call)
 
-    def _stream_of(
+    def _stream(
         self,
         prompts: Any,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
@@ -127,9 +127,9 @@ class Calls:
             if take_padded(prompts, options) is not None:
                 raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
             job = self._checks.job(self.architecture, prompts, generation_config, seed, on_error, options)
-        return Stream(partial(self._streamed, job, on_error == "raise", progress))
+        return Stream(partial(self._run_stream, job, on_error == "raise", progress))
 
-    def _streamed(self, job: Job, strict: bool, progress: bool) -> Generator[Generation, None, None]:
+    def _run_stream(self, job: Job, strict: bool, progress: bool) -> Generator[Generation, None, None]:
         with self._taking() as call:
             self.interrupted = None
             outputs = ExtraOutputs(job.options, self._logprobs_of_scores)
@@ -146,7 +146,7 @@ class Calls:
             finally:
                 self.last_report = self._report(call)
 
-    def _planned(self, prompts: Any, adapter: Any, options: dict[str, Any]) -> SharingPlan:
+    def _plan(self, prompts: Any, adapter: Any, options: dict[str, Any]) -> SharingPlan:
         self._refuse_if_closed()
         prepared = self._checks.prompts_to_plan(self.architecture, prompts, adapter, options)
         plan = make_plan(prepared, self._resources.config, 1)

@@ -16,11 +16,11 @@ from .score_call import ScoreJob, ScoreOutputs
 
 
 class ScoreCalls(Calls):
-    def _scored(self, given: tuple[Any, ...], strict: bool, progress: bool | None) -> ScoreResult:
+    def _score(self, given: tuple[Any, ...], strict: bool, progress: bool | None) -> ScoreResult:
         finished = FinishedScores()
-        return self._collected(partial(self._score, finished, given, strict, progress), finished)
+        return self._collected(partial(self._run_score, finished, given, strict, progress), finished)
 
-    def _score(
+    def _run_score(
         self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None
     ) -> ScoreResult:
         check_progress(progress)
