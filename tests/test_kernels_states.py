@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support_kernels import DEVICE, copies, draw, kernel, plain
+from support_kernels import DEVICE, GPU, copies, draw, kernel, plain
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -30,7 +30,10 @@ SLOTS = 6
 MIXED = [5, 1, 3, 3, 2, 0], [-1, 1, 0, 0, 0, 0], [2, 1, 3, 5, -1, 4]
 ROWS = [1, 1, 1, 1], [1, 0, 0, -1], [1, 2, 3, -1]  # of a decode step; the last one is idle
 CASES = {"mixed": MIXED, "rows": ROWS, "one": ([19], [2], [2])}
-LONG = [5, 64, 65, 0, 130], [-1, 1, 0, 0, 5], [2, 1, -1, 4, 5]  # around whole chunks, from odd places
+# Around whole chunks, from odd places. The interpreter takes seconds for each chunk.
+LONG = [5, 64, 65, 0, 130], [-1, 1, 0, 0, 5], [2, 1, -1, 4, 5]
+if GPU:
+    LONG = [5, 64, 65, 130, 0, 200], [-1, 1, 0, 0, 0, 5], [2, 1, 3, -1, 4, 5]
 
 
 def spans_of(case: str, device: str = "cpu") -> Spans:
