@@ -13,14 +13,13 @@ from torch import nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
 from hf_batchllm.model.inspection.owners_state import not_in_graphs, stamp_of
-from hf_batchllm.patches.uncompiled import every_module, own_forward
+from hf_batchllm.patches.uncompiled import own_forward
 
 PROMPTS = [[5, 6, 7, 8], [5, 6, 9]]
 
 
 def own_code_of(model: Any) -> Any:
-    architecture = BatchGenerator(model).architecture
-    return architecture.own_code.found_in(model, every_module(model))
+    return BatchGenerator(model).architecture.own_code.found
 
 
 def as_trl_does(model: Any, called: Any = None) -> None:

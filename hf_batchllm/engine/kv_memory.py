@@ -10,13 +10,11 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..errors import CacheMemoryError
-from ..inputs.base_model import base_model
 from ..model.attention.kv_storage import KVStorage, kv_dtype
 from ..model.device_memory import DeviceMemory, SharedMemory, device_memory, is_out_of_memory
 from ..model.inspection.architecture import Architecture
 from ..model.inspection.owners_warnings import has_owners_hooks
 from ..notices import Notices
-from ..patches.uncompiled import every_module
 from ..planning.paged_cache import PagedCache
 from ..planning.state_slots import StateSlots
 from ..wording import shown_size
@@ -161,9 +159,7 @@ class KVMemory:
 
     def _drop_what_another_model_computed(self) -> None:
         now, holds = None, False
-        inner = base_model(self._model)
-        own = self.architecture.own_code.found_in(inner, every_module(inner))
-        self._may_change = own.may_change or has_owners_hooks(self._model)
+        self._may_change = self.architecture.own_code.found.may_change or has_owners_hooks(self._model)
         try:
             now = None if self._may_change else ComputedWith(self._model, self.architecture)
             holds = now is not None and self._computed_with is not None and self._computed_with.holds_for(now)

@@ -10,12 +10,10 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..inputs.adapters import adapter_configs
-from ..inputs.base_model import base_model
 from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
 from ..patches.fixed_products import WideProducts
 from ..patches.fusion import FusedLayers, Fusion
-from ..patches.uncompiled import every_module
 from ..planning.step import Chunk
 from .attention.choose_backend import (
     check_backend,
@@ -77,8 +75,7 @@ class ModelInUse:
         """Merge the weights of fused layers: before the KV cache takes the memory that is free."""
         kernels = fused_kernels(self._config, self.device)
         if kernels is not None:  # they stand for all code that a layer would call
-            inner = base_model(self.model)
-            self._replaced = next(iter(self.architecture.own_code.found_in(inner, every_module(inner)).replacing), None)
+            self._replaced = next(iter(self.architecture.own_code.found.replacing), None)
         if kernels is not None and self._replaced is None:
             kernels = without_refused(kernels, self._fusion, self._config, self.device)
             ranks = self.architecture.ranks

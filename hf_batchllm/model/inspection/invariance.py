@@ -59,7 +59,7 @@ def _reasons(model: nn.Module, architecture: Architecture, config: BatchConfig) 
         yield f"{name} has layers that carry a state, which are computed in chunks of any length"
     if (place := place_of_hooks(inner, modules)) is not None:
         yield f"there are hooks on {place}, and what they compute may depend on what else is in a step"
-    if architecture.own_code.found_in(inner, modules):
+    if architecture.own_code.found:
         yield f"there is code in {name} that is not transformers', and what it computes may depend on the step"
     if getattr(inner.config, "quantization_config", None) is not None:
         yield f"{name} is quantised, and its products may depend on how many rows there are"

@@ -62,8 +62,10 @@ _CHANGING = (
 class TokenByToken:
     """Whether one model's code treats tokens so: tried where there is code of the owner's, and again where it changed.
 
-    longest: positions that the model knows; all lie below.
+    longest: positions that the model knows; all lie below. ``found``: the code of the latest look, one in each call.
     """
+
+    found: OwnCode
 
     def __init__(self, name: str, made: AsMade | None, longest: int, selects_rows: bool) -> None:
         self._name = name
@@ -75,7 +77,7 @@ class TokenByToken:
 
     def refuse_mixed_tokens(self, model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
         """modules: all of the model's."""
-        own = self.found_in(model, modules)
+        own = self.found = find_own_code(model, modules, self._made)
         if not own or depends_on_batch(model, modules) is not None:
             return
         code, numbers = own.shows(), self._numbers(model, modules, own)
@@ -101,10 +103,6 @@ class TokenByToken:
                 "together: use model.generate, or take that code out"
             )
         self._good = code, numbers
-
-    def found_in(self, model: nn.Module, modules: Sequence[nn.Module]) -> OwnCode:
-        """The code that is not transformers' own."""
-        return find_own_code(model, modules, self._made)
 
     def _numbers(self, model: PreTrainedModel, modules: Sequence[nn.Module], own: OwnCode) -> torch.Tensor:
         """Numbers of a long row that change with nearly all that custom code reads; not numbers where it fails."""
