@@ -121,7 +121,7 @@ class Forward:
                 inputs[width] = common.randn(tokens, width)
             self.product_inputs.append((inputs[width], weight))
 
-        for stack, weights in fusion.lay_out():
+        for stack, weights in fusion.lay_out()[0]:
             for index, layer in enumerate(stack.layers):
                 add(weights[index, "attention"][0][0])
                 add(layer.module.self_attn.o_proj.weight.data)
