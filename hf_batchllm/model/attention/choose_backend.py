@@ -18,7 +18,7 @@ from ...notices import Notices
 from ...patches.fused_forwards import FusedKernels
 from ...patches.fused_mixers import MixerKernels
 from ...patches.fusion import Fusion, triton_fused_kernels
-from ..states.state_step import StateKernels, in_torch
+from ..states.state_step import StateKernels, in_torch, in_triton
 from ..unsplit_products import why_not_unsplit
 from . import varlen_attention
 from .attention_backend import AttentionBackend
@@ -118,16 +118,7 @@ def without_refused(kernels: FusedKernels, fusion: Fusion, config: BatchConfig, 
 
 def state_kernels(config: BatchConfig, device: torch.device) -> StateKernels:
     """What layers run on that carry a state from token to token."""
-    if not _may_run("states", config, device):
-        return in_torch()
-    from ...kernels.triton import convolution_triton, delta_rule_triton, selective_scan_triton, state_space_triton
-
-    return StateKernels.of(
-        convolution_triton.short_convolution,
-        delta_rule_triton.delta_rule,
-        state_space_triton.state_space,
-        selective_scan_triton.selective_scan,
-    )
+    return in_triton() if _may_run("states", config, device) else in_torch()
 
 
 def warn_of_refused(groups: list[str], config: BatchConfig, device: torch.device, notices: Notices) -> None:

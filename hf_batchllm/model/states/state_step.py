@@ -92,6 +92,17 @@ def shape_of(call: Call) -> StateShape:
     return StateShape("state space", (*call.x.shape[1:], call.b.shape[2]), exact=True)
 
 
+def in_triton() -> StateKernels:
+    from ...kernels.triton import convolution_triton, delta_rule_triton, selective_scan_triton, state_space_triton
+
+    return StateKernels.of(
+        convolution_triton.short_convolution,
+        delta_rule_triton.delta_rule,
+        state_space_triton.state_space,
+        selective_scan_triton.selective_scan,
+    )
+
+
 # -- without kernels -------------------------------------------------------------------------------------------------
 
 
