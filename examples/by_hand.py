@@ -4,8 +4,8 @@
 
 Prompts that begin alike share a prefix, which is computed once. A step of the model takes decode rows (the last token
 of each answer so far) and chunks of prompts together. After this page read ``hf_batchllm/generator.py``,
-``engine/calls.py``, ``engine/call.py`` and ``engine/loop.py``: they run the same pieces in the same order, with all
-options, and faster.
+``engine/generate_calls.py``, ``engine/call.py`` and ``engine/loop.py``: they run the same pieces in the same order,
+with all options, and faster.
 Where ``argmax`` stands here, ``sampling/`` has processors, masks of grammars and noise. ``docs/seams.md`` says where
 images, adapters, beams and the rest come in.
 """

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from .config import BatchConfig
 from .engine.checks import JobChecks
+from .engine.generate_calls import GenerateCalls
 from .engine.scoring.score_calls import ScoreCalls
 from .engine.unfinished import with_texts
 from .inputs.adapters import AS_IT_IS
@@ -26,7 +27,7 @@ from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
 
 
-class BatchGenerator(ScoreCalls):
+class BatchGenerator(GenerateCalls, ScoreCalls):
     """Generates for a whole list of prompts at once, with the transformers model that you already hold.
 
         gen = BatchGenerator(model, tokenizer)

@@ -132,6 +132,7 @@ CRITICAL = (
     "contextlib.py",
     "hf_batchllm/generator.py",
     "engine/calls.py",
+    "engine/generate_calls.py",
     "engine/call.py",
     "engine/call_memory.py",
     "engine/resources.py",

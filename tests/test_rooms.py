@@ -47,7 +47,6 @@ MOST_IMPORTS = 20
 MORE_IMPORTS = {
     "hf_batchllm.engine.checks": 30,
     "hf_batchllm.pool.generator_pool": 30,
-    "hf_batchllm.engine.calls": 28,
     "hf_batchllm.pool.rank_generator": 28,
     "hf_batchllm.ray": 25,
     "hf_batchllm.pool.part_generator": 24,

@@ -198,7 +198,7 @@ def test_nothing_is_held_of_prompts_that_were_handed_out(monkeypatch: pytest.Mon
             super().__init__(*given)
             made.append(self)
 
-    monkeypatch.setattr("hf_batchllm.engine.calls.ExtraOutputs", Noted)
+    monkeypatch.setattr("hf_batchllm.engine.generate_calls.ExtraOutputs", Noted)
     generator = BatchGenerator(build(FAMILY), kv_memory=pages_of_memory(build(FAMILY), 10, 8), page_size=8)
     prompts = random_prompts(random.Random(1), 97, "distinct", 12)
     stream = generator.stream(prompts, max_new_tokens=3, logprobs=1, prompt_logprobs=1)
