@@ -30,9 +30,9 @@ from ..inputs.prompt_lengths import id_without_logits, length_problem
 from ..inputs.prompt_options import prompt_options_alone, take_prompt_options
 from ..inputs.prompts import Prompt, as_list, check_prompts
 from ..inputs.resolve_options import resolve_each
-from ..inputs.score_names import checked_score_names
 from ..inputs.seeds import checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
+from ..inputs.unknown_options import checked_score_names
 from ..model.inspection.architecture import Architecture
 from ..notices import Notices
 from ..sampling.call_grammars import checked_grammars

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import GenerationConfig
@@ -17,7 +21,9 @@ _PROBABILITIES = ("top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # trans
 _FOR_BEAMS = ("early_stopping", "length_penalty")
 _EXTRA_OUTPUTS = ("output_scores", "output_logits")
 _GREEDY = "no effect on greedy decoding: set `do_sample=True` to sample"  # 0 is the name for that in other libraries
-WARNED_OF = frozenset((*_FOR_SAMPLING, *_FOR_BEAMS, *_EXTRA_OUTPUTS))  # transformers warns of these, too
+_WARNED_OF = frozenset((*_FOR_SAMPLING, *_FOR_BEAMS, *_EXTRA_OUTPUTS))  # transformers warns of these, too
+_LOGGER = "transformers.generation.configuration_utils"
+_BEGINS = "The following generation flags are not valid and may be ignored: "
 
 
 def warn_of_options(
@@ -94,3 +100,31 @@ def warn_of_greedy(
 def _have(names: list[str]) -> str:
     *most, last = (f"`{name}`" for name in names)
     return f"{', '.join(most)} and {last} have" if most else f"{last} has"
+
+
+@contextmanager
+def not_warned_twice() -> Iterator[None]:
+    """Within the block transformers' own warning is left out where all options that it names get one here."""
+    thread = threading.get_ident()
+
+    def says_more(record: logging.LogRecord) -> bool:
+        if record.thread != thread:
+            return True
+        named = _named_in(record.getMessage())
+        return not named or not named.issubset(_WARNED_OF)
+
+    logger = logging.getLogger(_LOGGER)
+    logger.addFilter(says_more)
+    try:
+        yield
+    finally:
+        logger.removeFilter(says_more)
+
+
+def _named_in(message: str) -> set[str]:
+    if not message.startswith(_BEGINS):
+        return set()
+    try:
+        return set(ast.literal_eval(message[len(_BEGINS) :].partition("]")[0] + "]"))
+    except (SyntaxError, ValueError):
+        return set()

@@ -16,21 +16,19 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ..errors import UnsupportedOptionError
+from ..errors import OptionValueError, UnsupportedOptionError
 from ..notices import Notices
 from ..wording import shown
 from .base_model import GenerativeModel, base_model
 from .call_arguments import CALL_ARGUMENTS, CallArguments
 from .config_names import with_known_names
-from .end_tokens import settle_end_tokens
 from .option_checks import check_assistant, check_call_arguments, check_generation_config, check_values
 from .option_conflicts import check_samples, check_sampling
 from .option_row import Fate, OptionKind, OptionRow, PromptForm
 from .option_table import TABLE, names
-from .option_warnings import WARNED_OF, warn_of_options
+from .option_warnings import not_warned_twice, warn_of_options
 from .options import Options, make_processors
 from .padded_batch import PaddedBatch
-from .transformers_warnings import not_warned_twice
 from .unknown_options import unknown_field, unknown_option
 
 _NO_FIELDS = names(kind=OptionKind.ARGUMENT) | names(kind=OptionKind.ADDED)
@@ -133,7 +131,7 @@ def _resolve(
     lengths = (fields.get("max_length"), getattr(generation_config, "max_length", None))
     has_default_length = all(value is None for value in (*lengths, model.generation_config.max_length))
     own = {name: value for name, value in fields.items() if name not in _NO_FIELDS}
-    with not_warned_twice(WARNED_OF):
+    with not_warned_twice():
         config, leftover = model._prepare_generation_config(generation_config, **own)
     for name, value in leftover.items():
         if name not in TABLE and value is not None:
@@ -148,7 +146,7 @@ def _resolve(
 
     _refuse_fields(config, was_asked, padded)
     check_values(vars(config))
-    settle_end_tokens(config, generation_config, fields)
+    _settle_end_tokens(config, generation_config, fields)
     check_sampling(config)
     warn_of_options(config, fields, was_asked, notices)
     if arguments.assistant_model is None and was_asked("num_assistant_tokens") and config.num_assistant_tokens:
@@ -222,6 +220,28 @@ def _without_token_types(kwargs: dict[str, Any], model: GenerativeModel, padded:
     if torch.as_tensor(given, device="cpu").any():
         raise UnsupportedOptionError("token_type_ids", f"has no meaning to {name}: leave it out")
     return {option: value for option, value in kwargs.items() if option != "token_type_ids"}
+
+
+def _settle_end_tokens(config: GenerationConfig, given: GenerationConfig | None, fields: dict[str, Any]) -> None:
+    """Say ``stop_token_ids`` and ``ignore_eos`` in the ``eos_token_id`` of ``config``, which is the resolved one.
+
+    ``given``: the call's config; ``fields``: the call's keyword arguments, which win over it.
+    """
+
+    def asked(name: str) -> Any:
+        value = fields.get(name)
+        return getattr(given, name, None) if value is None else value
+
+    more, ignored = asked("stop_token_ids"), asked("ignore_eos")
+    if not more and not ignored:
+        return
+    if ignored and fields.get("eos_token_id") is not None:
+        raise OptionValueError("ignore_eos", "contradicts `eos_token_id`: keep one of them")
+    own = None if ignored else config.eos_token_id
+    if isinstance(own, torch.Tensor):
+        own = own.tolist()
+    listed = [] if own is None else list(own) if isinstance(own, list | tuple) else [own]
+    config.eos_token_id = list(dict.fromkeys((*listed, *map(int, more or ())))) or None
 
 
 def _refuse(row: OptionRow, padded: PaddedBatch | None, set_to: str = "") -> None:

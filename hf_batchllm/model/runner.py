@@ -22,9 +22,10 @@ from .batch import ModelBatch
 from .control import ModelControl
 from .image_features import ImageFeatures
 from .inspection.architecture import Architecture
-from .kept_autocast import KeptAutocast
 from .states.state_step import StateKernels, StateStep
 from .transfers import current_device
+
+_AutocastState = tuple[bool, torch.dtype]  # whether autocast is on, and its type
 
 
 class ModelRunner:
@@ -44,7 +45,7 @@ class ModelRunner:
         self._fused = fused
         self._state_kernels = state_kernels  # for layers that carry states
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
-        self._autocast = KeptAutocast(architecture.device)
+        self._autocast = _KeptAutocast(architecture.device)
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
         self._selects_rows = architecture.selects_rows
         self.images: ImageFeatures | None = None  # of the call's prompts
@@ -176,3 +177,39 @@ class ModelRunner:
         self.control.restore()
         self._logits = None
         self.backend.release()
+
+
+class _KeptAutocast:
+    """Notes the state when it is made: steps run under it, whatever the caller enters between two results.
+
+    Under another state, a step would compute keys and values of another type than those in the call's cache.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self._exists = torch.amp.is_autocast_available(device.type)
+        self._kept = self._now() if self._exists else None
+
+    def _now(self) -> _AutocastState:
+        return torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
+
+    def _set(self, state: _AutocastState) -> None:
+        torch.set_autocast_enabled(self._kind, state[0])
+        torch.set_autocast_dtype(self._kind, state[1])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While the block runs, autocast is as it was in the beginning."""
+        now = self._now() if self._exists else None
+        if now is None or self._kept is None or now == self._kept or not (now[0] or self._kept[0]):
+            yield
+            return
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            # Autocast looks up copies of weights by the weight alone: the caller's may be of another type.
+            torch.set_autocast_cache_enabled(False)
+            self._set(self._kept)
+            yield
+        finally:
+            self._set(now)
+            torch.set_autocast_cache_enabled(cached)
