@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from functools import partial
 from typing import Any
-
-from transformers import GenerationConfig
 
 from ..inputs.option_checks import check_progress
 from ..inputs.padded_batch import take_padded
 from ..inputs.preparing import bars_wanted
-from ..inputs.seeds import Seeds
 from ..planning.requests_and_prefixes import Request
 from ..planning.sharing import make_plan
 from ..results.dataframes import index_of
@@ -31,25 +28,17 @@ class GenerateCalls(Calls):
     _logprobs_of_scores = False  # True: `logprobs` are of what tokens are drawn from, after processors
     _decodes = True  # False where texts are made by whoever wants them
 
-    def _generate(
-        self,
-        prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: Seeds | None,
-        on_error: str,
-        progress: bool | None,
-        generate_kwargs: dict[str, Any],
-    ) -> Any:
+    def _generate(self, *given: Any) -> Any:
+        """``given``: the arguments of ``generate`` in their order, the last ones as a dict."""
         finished = FinishedGenerations()
-        given = prompts, generation_config, seed, on_error, progress, generate_kwargs
         return self._collected(partial(self._run_generate, finished, *given), finished)
 
     def _run_generate(
         self,
         finished: FinishedGenerations,
         prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: Seeds | None,
+        generation_config: Any,
+        seed: Any,
         on_error: str,
         progress: bool | None,
         generate_kwargs: dict[str, Any],
@@ -78,13 +67,7 @@ class GenerateCalls(Calls):
         return result if padded is None else as_tensors(padded, result, job.options[0], call)
 
     def _stream(
-        self,
-        prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: Seeds | None,
-        on_error: str,
-        progress: bool,
-        options: dict[str, Any],
+        self, prompts: Any, generation_config: Any, seed: Any, on_error: str, progress: bool, options: dict[str, Any]
     ) -> Stream[Generation]:
         with self._taking(), bars_wanted(progress):
             if take_padded(prompts, options) is not None:
@@ -111,7 +94,7 @@ class GenerateCalls(Calls):
 
     def _plan(self, prompts: Any, adapter: Any, options: dict[str, Any]) -> SharingPlan:
         self._refuse_if_closed()
-        prepared = self._checks.prompts_to_plan(self.architecture, prompts, adapter, options)
+        prepared = self._checks.reader.to_plan(prompts, adapter, options, self.architecture.vocab_size)
         plan = make_plan(prepared, self._resources.config, 1)
         plan.add_labels(prepared, self._tokenizer.decode_if_loaded)
         return plan

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..errors import PromptError
 from ..inputs.base_model import base_model
-from ..inputs.long_prompts import context_of
+from ..inputs.prompt_lengths import context_of
 from ..planning.call_plan import CallPlan
 from ..planning.lineup import Lineup
 from ..planning.requests_and_prefixes import Branch, Request

@@ -21,10 +21,10 @@ from ..inputs.adapters import active_adapters, adapter_of_each
 from ..inputs.base_model import base_model
 from ..inputs.config_names import with_known_names
 from ..inputs.images.image_reader import ImageReader
-from ..inputs.long_prompts import context_of
 from ..inputs.option_conflicts import check_beams
 from ..inputs.options import Options
 from ..inputs.preparing import bars_wanted
+from ..inputs.prompt_lengths import context_of
 from ..inputs.prompts import check_prompts
 from ..inputs.resolve_options import resolve_options
 from ..model.inspection.fingerprint import fingerprint
@@ -32,7 +32,6 @@ from ..notices import Notices
 from ..pool.generator_pool import GeneratorPool
 from ..results.generations import Generation
 from ..results.run_report import RunReport
-from ..sampling.stop_rules import rules_of
 from .settings import NAMES, GenerationSettings
 
 _LARGE = (4096, 4096)  # pixels of a picture that processors make smaller
@@ -188,7 +187,7 @@ def line_config(
             adapter_of_each(model, settings.adapter, 1, notices)
         _check_tokens(generator, settings.options, options)
         if config.stop_strings is not None:
-            rules_of(model, options, generator._tokenizer.required, generator._checks.known_strings)
+            generator._checks.rules.of(options)
     except (torch.OutOfMemoryError, *_DEVICE_ERRORS):
         raise
     except Exception as error:  # transformers fails in many ways on a wrong value

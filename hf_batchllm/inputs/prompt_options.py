@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..errors import OptionValueError, UnsupportedOptionError
+from ..notices import Notices
 from ..wording import a_kind, did_you_mean, first_line, shown
 from .option_table import PROMPT_OPTIONS, TABLE
 from .option_values import check_one_for_each, is_for_each, wrong_value
@@ -170,3 +173,39 @@ def _lists(options: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
                 yield name, values[0]
         elif any(value is not None for value in values):
             yield name, values
+
+
+# -- prompts that are too long -----------------------------------------------------------------------------------------
+
+
+def shortened(ids: np.ndarray, most: int, side: str | None, around: Sequence[int], ends: bool) -> np.ndarray:
+    """``most`` of the tokens. Those that the tokenizer puts ``around`` a text stay, such as its BOS.
+
+    ``ends``: whether those at the end stay, too.
+    """
+    first = 0
+    while first < min(len(around), len(ids)) and ids[first] == around[first]:
+        first += 1
+    last = len(around) - first if ends and first < len(around) else 0
+    if last and ids[-last:].tolist() != list(around[first:]):
+        last = 0
+    if first + last >= most:
+        first = last = 0
+    body, room = ids[first : len(ids) - last], most - first - last
+    kept = body[:room] if side == "right" else body[len(body) - room :]
+    return np.concatenate([ids[:first], kept, ids[len(ids) - last :]])
+
+
+def warn_of_cuts(lengths: Mapping[int, int], count: int, notices: Notices) -> None:
+    """``lengths``: of the prompts that were cut, before they were; ``count``: all prompts of the call."""
+    if not lengths:
+        return
+    longest = max(lengths.values())
+    if len(lengths) == 1:
+        what = f"{notices.places([*lengths])} has {longest:,} tokens, more than `max_prompt_tokens`, and was cut"
+    else:
+        what = (
+            f"{len(lengths):,} of {count:,} prompts have more tokens than `max_prompt_tokens` and were cut "
+            f"({notices.places(sorted(lengths))}; the longest has {longest:,})"
+        )
+    notices.of_prompts("cut", what)

@@ -27,10 +27,9 @@ from .chats import (
 from .garbage_collection import garbage_collection_paused
 from .images.image_parts import has_images
 from .images.prompt_images import EncodedChat, PromptImages, PromptPlaces
-from .long_prompts import shortened, warn_of_cuts
 from .not_prompts import A_PROMPT_IS, PADDED_TENSOR, why_not_a_list
 from .preparing import images_bar, tokenizing_bar
-from .prompt_options import PromptOptions, names_for_each, options_of_each
+from .prompt_options import PromptOptions, names_for_each, options_of_each, shortened, warn_of_cuts
 from .token_ids import ID_LIMIT, BadPrompt, NoTokens, OutsideVocabulary, packed_ids
 
 if TYPE_CHECKING:  # planning reads this module, and never imports torch

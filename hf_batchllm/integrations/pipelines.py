@@ -220,7 +220,7 @@ class _Call:
         self._rows: list[int] = []  # [inputs]
         self._padded = self._padded_right = False
         self._problems: dict[int, str] = {}
-        self._processed, encoder = generator.checks.processed_images(), with_remembered_images(pipe)
+        self._processed, encoder = generator.checks.reader.processed_images(), with_remembered_images(pipe)
         for given in inputs:
             self._take(dict(encoder.preprocess(given, **preprocess)))
         del self._processed  # it holds pixels

@@ -30,7 +30,7 @@ from ..results.generations import Generation
 from ..results.run_report import RunReport
 from ..results.scores import Score
 from ..sampling.call_grammars import CallGrammars
-from ..sampling.stop_rules import StopRules, rules_of_each
+from ..sampling.stop_rules import StopRules
 from .agreed_claims import AgreedClaims
 from .piece_claims import PieceClaims
 
@@ -86,7 +86,7 @@ class PartGenerator(BatchGenerator):
     def checked_scores(self, given: tuple[Any, ...]) -> tuple[ScoreJob, list[Prompt]]:
         """The checked call of ``score``, and the sequences to run as the plan takes them."""
         self._refuse_if_closed()
-        job = ScoreJob.of(self._checks.scores(self.architecture, *given))
+        job = ScoreJob.of(self._checked_scores(given))
         return job, self._keyed(job.job)
 
     def token_costs(self) -> TokenCosts:
@@ -142,8 +142,7 @@ class PartGenerator(BatchGenerator):
         return None if report is None else replace(report, plan=_NO_PLAN), interrupt
 
     def rules_of(self, job: Job) -> list[StopRules]:
-        known = self._checks.known_strings
-        return rules_of_each(self.model, job.options, self._tokenizer.required, False, self._notices, known)
+        return self._checks.rules.of_each(job.options)
 
     def grammars_of(self, job: Job) -> CallGrammars | None:
         if job.grammars is None:

@@ -60,68 +60,67 @@ class StopRules:
         return max(1, min(self.max_lengths) - prompt_tokens)
 
 
-def rules_of_each(
-    model: nn.Module,
-    options: Sequence[Options],
-    tokenizer: Callable[[], Any],
-    in_tensors: bool,
-    notices: Notices,
-    prepared: PreparedStopStrings,
-) -> list[StopRules]:
-    """The rules of each prompt; prompts with the same options have the same rules."""
-    _warn_of_long_preparation(model, options, notices)
-    made = {each: rules_of(model, each, tokenizer, prepared) for each in dict.fromkeys(options)}
-    rules = [made[each] for each in options]
-    several = in_tensors and sum(each.num_return_sequences for each in options) > 1 and options[0].num_beams == 1
-    # Each row is padded from where it ends. ``generate``, without an EOS token, runs all rows until the last one ends.
-    if several and options[0].pad_token_id is None and (rules[0].can_stop or rules[0].deadlines):
-        raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
-    return rules
+class RulesMaker:
+    """Makes the rules of prompts for one model. ``tokenizer``: a function that gives it; stop strings need it."""
 
+    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], notices: Notices) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._notices = notices
+        self._prepared = PreparedStopStrings()
 
-def rules_of(
-    model: nn.Module, options: Options, tokenizer: Callable[[], Any], prepared: PreparedStopStrings
-) -> StopRules:
-    """The rules of prompts with these options.
+    def of_each(self, options: Sequence[Options], in_tensors: bool = False) -> list[StopRules]:
+        """The rules of each prompt; prompts with the same options have the same rules."""
+        _warn_of_long_preparation(self._model, options, self._notices)
+        made = {each: self.of(each) for each in dict.fromkeys(options)}
+        rules = [made[each] for each in options]
+        several = in_tensors and sum(each.num_return_sequences for each in options) > 1 and options[0].num_beams == 1
+        # Each row is padded from where it ends. Without an EOS token ``generate`` runs all rows until the last ends.
+        if several and options[0].pad_token_id is None and (rules[0].can_stop or rules[0].deadlines):
+            raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
+        return rules
 
-    As in ``generate``, a criterion of the user's takes the place of one of its kind that the options ask for.
-    """
-    inner: Any = base_model(model)
-    users = shared_list(options.arguments.stopping_criteria)
-    config = config_for_prompt(options, 1, 1)
-    config.is_assistant = False  # no other model drafts tokens here
-    strings = _strings_of(options)
-    given_tokenizer = options.arguments.tokenizer
-    if strings is not None and given_tokenizer is None:
-        given_tokenizer = _tokenizer_for_strings(tokenizer)
-    ready = None
-    try:
-        with torch.device("cpu"):  # where strings are looked for; they are kept for calls under other default devices
-            if strings is not None and not any(type(each) is StopStringCriteria for each in users):
-                ready = prepared.get(given_tokenizer, strings)
-                config.stop_strings = None
-            merged = inner._get_stopping_criteria(config, StoppingCriteriaList(users), given_tokenizer)
-    except Exception as error:
-        if strings is None:
-            raise
-        why = f"cannot be looked for in tokens of this tokenizer ({type(error).__name__}: {error})"
-        raise OptionValueError("stop_strings", why) from error
-    kinds: dict[type, list[Any]] = {}
-    for each in merged:  # a class derived from a known one may look at anything
-        kinds.setdefault(type(each) if type(each) in _KNOWN else object, []).append(each)
-    of_users = {id(each) for each in users}
-    of_strings = kinds.setdefault(StopStringCriteria, [])
-    if ready is not None:
-        of_strings.append(ready)
-    lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
-    return StopRules(
-        stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),
-        max_lengths=tuple(each.max_length for each in lengths if id(each) in of_users),
-        deadlines=tuple((each.initial_timestamp if id(each) in of_users else None, each.max_time) for each in times),
-        strings=tuple(of_strings),
-        others=tuple(kinds.get(object, ())),
-        factory=factory_of(options.arguments.stopping_criteria),
-    )
+    def of(self, options: Options) -> StopRules:
+        """The rules of prompts with these options.
+
+        As in ``generate``, a criterion of the user's takes the place of one of its kind that the options ask for.
+        """
+        inner: Any = base_model(self._model)
+        users = shared_list(options.arguments.stopping_criteria)
+        config = config_for_prompt(options, 1, 1)
+        config.is_assistant = False  # no other model drafts tokens here
+        strings = _strings_of(options)
+        given_tokenizer = options.arguments.tokenizer
+        if strings is not None and given_tokenizer is None:
+            given_tokenizer = _tokenizer_for_strings(self._tokenizer)
+        ready = None
+        try:
+            with torch.device("cpu"):  # strings are looked for there; they are kept under other default devices, too
+                if strings is not None and not any(type(each) is StopStringCriteria for each in users):
+                    ready = self._prepared.get(given_tokenizer, strings)
+                    config.stop_strings = None
+                merged = inner._get_stopping_criteria(config, StoppingCriteriaList(users), given_tokenizer)
+        except Exception as error:
+            if strings is None:
+                raise
+            why = f"cannot be looked for in tokens of this tokenizer ({type(error).__name__}: {error})"
+            raise OptionValueError("stop_strings", why) from error
+        kinds: dict[type, list[Any]] = {}
+        for each in merged:  # a class derived from a known one may look at anything
+            kinds.setdefault(type(each) if type(each) in _KNOWN else object, []).append(each)
+        of_users = {id(each) for each in users}
+        of_strings = kinds.setdefault(StopStringCriteria, [])
+        if ready is not None:
+            of_strings.append(ready)
+        lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
+        return StopRules(
+            stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),
+            max_lengths=tuple(each.max_length for each in lengths if id(each) in of_users),
+            deadlines=tuple((one.initial_timestamp if id(one) in of_users else None, one.max_time) for one in times),
+            strings=tuple(of_strings),
+            others=tuple(kinds.get(object, ())),
+            factory=factory_of(options.arguments.stopping_criteria),
+        )
 
 
 def _warn_of_long_preparation(model: nn.Module, options: Sequence[Options], notices: Notices) -> None:

@@ -13,6 +13,7 @@ from ..calls import Calls
 from ..report import progress_of
 from ..unfinished import FinishedScores
 from .score_call import ScoreJob, ScoreOutputs
+from .score_inputs import ScoreInputs, checked_scores
 
 
 class ScoreCalls(Calls):
@@ -26,7 +27,7 @@ class ScoreCalls(Calls):
         check_progress(progress)
         with self._taking() as call:
             with bars_wanted(progress, call.timekeeper.during):
-                inputs = self._checks.scores(self.architecture, *given)
+                inputs = self._checked_scores(given)
             job = ScoreJob.of(inputs)
             finished.inputs, finished.expected, self.interrupted = inputs, len(inputs.items), None
             finished.index = index_of(given[1] if given[0] is None else given[0])
@@ -44,3 +45,6 @@ class ScoreCalls(Calls):
         result = ScoreResult([*finished.results.values(), *job.failures()], finished.report)
         result._index = finished.index
         return result
+
+    def _checked_scores(self, given: tuple[Any, ...]) -> ScoreInputs:
+        return checked_scores(self._checks.reader, self.architecture, *given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,17 @@ import numpy as np
 
 from ...errors import OptionValueError, PromptError
 from ...inputs.as_passed import AsPassed, as_passed
+from ...inputs.base_model import base_model
 from ...inputs.chats import is_chat, warn_of_one_chat
-from ...inputs.images.image_reader import ImageReader
 from ...inputs.images.prompt_images import PromptImages
 from ...inputs.not_prompts import why_not_a_list
-from ...inputs.prompt_lengths import id_without_logits, position_problem
+from ...inputs.option_checks import check_on_error
+from ...inputs.prompt_lengths import Limits, Reach, id_without_logits, position_problem, warn_beyond_context
+from ...inputs.prompt_reader import PromptReader
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all
+from ...inputs.unknown_options import checked_score_names
 from ...model.inspection.architecture import Architecture
+from ...model.inspection.owners_warnings import warn_of_random_parts
 from ...notices import Notices
 from ...wording import a_kind, is_array, is_number, shown
 from .lost_spaces import warn_of_lost_space
@@ -27,6 +31,7 @@ _MOST_LETTERS = 8  # of a string that may be meant as a choice of letters
 _TEXTS_AT_ONCE = 4096  # that are joined, each a context and a continuation, which takes memory
 _NO_CONTEXT = "nothing stands before it"
 
+_Read = tuple[list[Prompt | None], dict[int, str]]
 Place = tuple[int, int]  # (number of the context, number of the continuation among those of the context)
 
 
@@ -62,9 +67,21 @@ class ScoreInputs:
     def context_as_passed(self, index: int) -> AsPassed:
         return None if self.contexts is None else self.contexts[index]
 
-    @property
-    def count(self) -> int:
-        return len(self.items) + len(self.problems)
+    def take(self, found: Iterable[tuple[Place, ScoreItem]], wrong_adapters: Mapping[int, str], limits: Limits) -> None:
+        """Each item, or why it cannot be scored. ``wrong_adapters``: of contexts, and why."""
+        items: dict[Place, ScoreItem] = {}
+        for place, item in found:
+            tokens = len(item.ids) - 1  # the last token never runs through the model
+            described = f"has {tokens:,} tokens to run, continuation included"
+            why = wrong_adapters.get(item.index) or position_problem(described, tokens, limits, "shorten it")
+            why = why or id_without_logits(item.ids[item.first :], limits)
+            if why is None:
+                items[place] = item
+            else:
+                self.problems[place] = why
+        self.items = [items[place] for place in sorted(items)]
+        if self.adapters is not None:  # K and V of one adapter are wrong for another
+            self.items = [replace(item, key=self.adapters[item.index]) for item in self.items]
 
     def places(self) -> Iterator[Place]:
         """Of all continuations asked for."""
@@ -88,66 +105,53 @@ class ScoreInputs:
 
 
 @dataclass(frozen=True)
-class Reading:
+class _Reading:
     """Makes tokens of prompts, and finds the problems of those that cannot be read."""
 
-    tokenizer: Callable[[], Any]
+    reader: PromptReader
     vocab_size: int
     chat_options: Mapping[str, Any]  # of contexts
-    notices: Notices
-    images: ImageReader | None = None  # reads those of contexts
 
-    def __call__(self, given: list[Any], special_tokens: bool = True) -> tuple[list[Prompt | None], dict[int, str]]:
-        tokenizer = self.tokenizer if special_tokens else lambda: _without_special_tokens(self.tokenizer())
-        return check_prompts(given, tokenizer=tokenizer, vocab_size=self.vocab_size, notices=_NotOfEmpty(self.notices))
+    def __call__(self, given: list[Any], special_tokens: bool = True) -> _Read:
+        required = self.reader.tokenizer.required
+        return self._read(given, tokenizer=required if special_tokens else lambda: _without_special_tokens(required()))
 
-    def contexts(self, given: list[Any]) -> tuple[list[Prompt | None], dict[int, str]]:
-        return check_prompts(
-            given,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            notices=_NotOfEmpty(self.notices),
-            options=self.chat_options,
-            images=self.images,
-        )
+    def contexts(self, given: list[Any]) -> _Read:
+        reader = self.reader
+        return self._read(given, tokenizer=reader.tokenizer.required, options=self.chat_options, images=reader.images)
+
+    def _read(self, given: list[Any], **how: Any) -> _Read:
+        return check_prompts(given, vocab_size=self.vocab_size, notices=_NotOfEmpty(self.reader.notices), **how)
 
 
-def check_scores(
+def checked_scores(
+    reader: PromptReader,
+    architecture: Architecture,
     contexts: Any,
     continuations: Any,
     choices: Any,
-    read: Reading,
-    architecture: Architecture,
-    adapters: Callable[[int], list[str | None] | None],
-    wrong_adapters: Mapping[int, str],
+    on_error: str,
+    adapter: Any,
+    chat_options: dict[str, Any],
 ) -> ScoreInputs:
-    """Each continuation to score, or why it cannot be scored. Arguments that make no sense as a whole raise an error.
-
-    ``adapters``: takes the number of contexts and gives the adapter of each, or None if no adapters were named.
-    It enters the contexts that name an unknown one into ``wrong_adapters``.
-    """
+    """The checked call of ``score``. Arguments that make no sense as a whole raise an error."""
+    read = _Reading(reader, architecture.vocab_size, checked_score_names(contexts, chat_options))
+    check_on_error(on_error)
+    warn_of_random_parts(reader.model, reader.notices)
     given, entries = _paired(contexts, continuations, choices)
     if given is not None:
-        warn_of_one_chat(contexts, given, read.notices)
+        warn_of_one_chat(contexts, given, reader.notices)
     inputs = ScoreInputs(what="text" if given is None else "context")
-    inputs.adapters = adapters(len(entries))
+    inputs.adapters, wrong_adapters = reader.adapters(adapter, len(entries), on_error)
     inputs.contexts = None if given is None else as_passed(given)
     asked = dict(_readable(entries, inputs))
     found = _whole_texts(asked, read, inputs) if given is None else _continued(given, asked, read, inputs)
-    items: dict[Place, ScoreItem] = {}
-    for place, item in found:
-        tokens = len(item.ids) - 1  # the last token never runs through the model
-        described = f"has {tokens:,} tokens to run, continuation included"
-        why = wrong_adapters.get(item.index) or position_problem(described, tokens, architecture, "shorten it")
-        why = why or id_without_logits(item.ids[item.first :], architecture)
-        if why is None:
-            items[place] = item
-        else:
-            inputs.problems[place] = why
-    inputs.items = [items[place] for place in sorted(items)]
-    if inputs.adapters is not None:  # K and V of one adapter are wrong for another
-        inputs.items = [replace(item, key=inputs.adapters[item.index]) for item in inputs.items]
+    inputs.take(found, wrong_adapters, architecture)
     inputs.texts = {place: text for place in inputs.problems if isinstance(text := asked.get(place), str)}
+    if inputs.problems and on_error == "raise":
+        raise inputs.error()
+    reaches, config = [Reach(*each, 0) for each in sorted(inputs.longest.items())], base_model(reader.model).config
+    warn_beyond_context(config, reaches, len(reaches), architecture.name, reader.notices, inputs.what)
     return inputs
 
 
@@ -245,7 +249,7 @@ def _of_continuation(why: str, choice: int, count: int) -> str:
 # -- tokens ----------------------------------------------------------------------------------------------------
 
 
-def _whole_texts(asked: dict[Place, Any], read: Reading, inputs: ScoreInputs) -> Iterator[tuple[Place, ScoreItem]]:
+def _whole_texts(asked: dict[Place, Any], read: _Reading, inputs: ScoreInputs) -> Iterator[tuple[Place, ScoreItem]]:
     prompts, problems = read(list(asked.values()))
     for number, (place, given) in enumerate(asked.items()):
         prompt = prompts[number]
@@ -258,7 +262,7 @@ def _whole_texts(asked: dict[Place, Any], read: Reading, inputs: ScoreInputs) ->
 
 
 def _continued(
-    contexts: Sequence[Any], asked: dict[Place, Any], read: Reading, inputs: ScoreInputs
+    contexts: Sequence[Any], asked: dict[Place, Any], read: _Reading, inputs: ScoreInputs
 ) -> Iterator[tuple[Place, ScoreItem]]:
     """Items of continuations of contexts.
 
@@ -276,7 +280,7 @@ def _continued(
             inputs.problems[place] = _of_context(problems[index])
         elif isinstance(given, str) and isinstance(contexts[index], str):
             joined.append(place)
-            warn_of_lost_space(place[0], contexts[index], given, read.notices)
+            warn_of_lost_space(place[0], contexts[index], given, read.reader.notices)
         else:
             separate.append(place)
 

@@ -53,6 +53,30 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
         )
 
 
+def warn_of_random_parts(model: nn.Module, notices: Notices) -> None:
+    if not model.training:
+        return
+    # Lists, not generators: an interrupt that comes while a generator closes is lost.
+    modules = list(model.modules())
+    drops = [module.p for module in modules if isinstance(module, nn.Dropout)]
+    config = base_model(model).config.get_text_config(decoder=True)
+    in_attention: float = getattr(config, "attention_dropout", 0.0)
+    if any(drops) or in_attention:
+        notices(
+            "dropout",
+            "the model is in training mode and has dropout: results are random, and no seed repeats them "
+            "(and dropout inside attention is left out). Call model.eval() first",
+        )
+    # Of routers and experts: Mixtral's `jitter_noise`, DBRX's `moe_jitter_eps`.
+    noise = [name for module in modules for name, value in vars(module).items() if "jitter" in name and value]
+    if noise:
+        notices(
+            "jitter",
+            f"the model is in training mode and has noise in its routers (`{noise[0]}`): results are random, and "
+            "no seed repeats them. Call model.eval() first",
+        )
+
+
 def warn_of_compiled(model: nn.Module, notices: Notices) -> None:
     notices(
         "compiled",
