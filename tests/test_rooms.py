@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -50,6 +52,8 @@ MORE_IMPORTS = {
     "hf_batchllm.ray": 25,
     "hf_batchllm.pool.part_generator": 24,
 }
+# What happens to a job from the beginning of its call to the first step: these numbers, too, may only fall.
+MOST_STAYS, MOST_CLIMBS = 20, 2
 # Lines of all modules that a reader of the loop comes to: this number, too, may only fall.
 MOST_LINES_BELOW_THE_LOOP = 7_000
 
@@ -142,6 +146,64 @@ def test_what_a_reader_of_the_loop_comes_to_does_not_grow() -> None:
     known, loop = modules(), "hf_batchllm.engine.loop"
     lines = sum(known[name].read_text("utf-8").count("\n") for name in _reached(loop, _below()) | {loop})
     assert lines <= MOST_LINES_BELOW_THE_LOOP
+
+
+def test_the_walk_of_a_job_to_the_first_step_is_straight() -> None:
+    """A small greedy call on a CPU, whose prompts share a prefix, as a reader follows it with the job in hand.
+
+    The walk has an entry for each function of the library that is called with the job, from ``Call.begin`` until the
+    first batch is built. An object with the job in a field counts as the job, be it ``self``. The job's own methods do
+    not count. A *stay* is a run of entries in one file. A *climb* is a move to a file that imports, directly or through
+    others, the one that the walk is in. Where a file goes on with a function of its own, the walk has returned to it.
+    """
+    walk = _walk()
+    below = _below()
+    moves = [(here, there, caller) for (here, _), (there, caller) in pairwise(walk) if here != there]
+    climbs = [
+        f"{here} -> {there}" for here, there, caller in moves if caller != there and here in _reached(there, below)
+    ]
+    assert walk
+    assert 1 + len(moves) <= MOST_STAYS, "\n".join(f"{here} -> {there}" for here, there, _ in moves)
+    assert len(climbs) <= MOST_CLIMBS, "\n".join(climbs)
+
+
+def _walk() -> list[tuple[str, str]]:
+    """For each entry of the walk its module, and the module of ours that calls it."""
+    from support_families import build  # the rooms are printed without torch
+
+    from hf_batchllm import BatchGenerator
+    from hf_batchllm.engine.call import Call
+    from hf_batchllm.engine.job import Job
+    from hf_batchllm.model.batch_builder import BatchBuilder
+
+    named = {str(path): name for name, path in modules().items()}
+    found: list[tuple[str, str]] = []
+    ended = False
+
+    def holds_job(value: object) -> bool:
+        return isinstance(value, Job) or any(isinstance(each, Job) for each in getattr(value, "__dict__", {}).values())
+
+    def enter(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal ended
+        code, above = frame.f_code, frame.f_back
+        ended = ended or code is BatchBuilder.build.__code__
+        if event != "call" or ended or code.co_filename not in named or not (found or code is Call.begin.__code__):
+            return
+        given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+        if isinstance(frame.f_locals.get("self"), Job) or not any(map(holds_job, given)):
+            return
+        while above is not None and above.f_code.co_filename not in named:
+            above = above.f_back
+        assert above is not None
+        found.append((named[code.co_filename], named[above.f_code.co_filename]))
+
+    generator, before = BatchGenerator(build("llama")), sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        generator.generate([[*range(5, 45), last] for last in range(50, 54)], max_new_tokens=2, do_sample=False)
+    finally:
+        sys.setprofile(before)
+    return found
 
 
 def _below(root: Path = ROOT) -> dict[str, set[str]]:

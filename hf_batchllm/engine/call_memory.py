@@ -8,6 +8,7 @@ from statistics import fmean
 
 from ..inputs.prompts import longest_uncut
 from ..model.attention.kv_storage import KVStorage
+from ..model.device_memory import is_out_of_memory
 from ..model.image_features import ImageFeatures
 from ..model.model_in_use import ModelInUse
 from ..model.states.state_storage import COPIED_AT_ONCE
@@ -16,7 +17,6 @@ from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs
 from .cost import STEP_ON_CPU, STEP_ON_GPU
 from .drafts.assistant import MOST_GUESSED, Assistant
-from .drafts.choose_drafts import open_assistant
 from .drafts.drafts import Drafts
 from .drafts.drafts_ahead import DraftsAhead
 from .job import Job
@@ -62,10 +62,20 @@ class CallMemory:
 
     def open_assistant(self) -> None:
         """Before the cache, which takes the memory that is left."""
-        resources, memory = self._resources, self._kv.memory
-        self.assistant = open_assistant(
-            self._job, self._use, self._config, resources.assistants, memory, resources.notices
-        )
+        job, use = self._job, self._use
+        given = None if job.widths is not None or use.architecture.ranks.size > 1 else job.assistant
+        known = self._resources.assistants.of(given, use.model, use.architecture)
+        if known is None:
+            return
+        sequences = zip(job.prompts, job.max_new_tokens, job.samples, strict=True)
+        lengths = [len(prompt.ids) + new for prompt, new, samples in sequences for _ in range(samples)]
+        try:
+            self.assistant = Assistant(known, self._config, lengths, self._kv.memory.free())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            why = f"`assistant_model` has no effect here: {use.device} has no memory for it"
+            self._resources.notices("assistant memory", why)
 
     def close(self) -> None:
         """The cache stays: what becomes of it depends on how the call has ended."""

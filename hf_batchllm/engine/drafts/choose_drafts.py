@@ -7,10 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...config import BatchConfig
 from ...inputs.base_model import base_model
-from ...model.device_memory import DeviceMemory, is_out_of_memory
-from ...model.model_in_use import ModelInUse
 from ...notices import Notices
 from ...planning.base_scheduler import BaseScheduler, lengthens, scheduler_name
 from ...planning.requests_and_prefixes import Request
@@ -21,8 +18,7 @@ from ..job import Job
 from ..loop import Launcher
 from ..parts import Parts
 from ..picking import picking_of
-from .assistant import MOST_GUESSED, Assistant
-from .assistant_model import Assistants
+from .assistant import MOST_GUESSED
 from .assistant_pick import AssistantPick
 from .assisted import AssistedAhead, AssistedDrafts
 from .drafts import Drafts
@@ -82,26 +78,6 @@ def drafts_for(parts: Parts, scheduler: BaseScheduler, launcher: Launcher) -> Dr
     ahead: Any = DraftsAhead if assistant is None else AssistedAhead
     drafts = ahead(*given, parts.step_tokens, parts.earlier, **named)
     return drafts
-
-
-def open_assistant(
-    job: Job, use: ModelInUse, config: BatchConfig, assistants: Assistants, memory: DeviceMemory, notices: Notices
-) -> Assistant | None:
-    """The call's, with the memory that it needs."""
-    given = None if job.widths is not None or use.architecture.ranks.size > 1 else job.assistant
-    known = assistants.of(given, use.model, use.architecture)
-    if known is None:
-        return None
-    sequences = zip(job.prompts, job.max_new_tokens, job.samples, strict=True)
-    lengths = [len(prompt.ids) + new for prompt, new, samples in sequences for _ in range(samples)]
-    try:
-        return Assistant(known, config, lengths, memory.free())
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        why = f"{use.device} has no memory for it"
-        notices("assistant memory", f"`assistant_model` has no effect here: {why}")
-        return None
 
 
 def _parameters(model: nn.Module) -> int:
