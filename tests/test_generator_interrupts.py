@@ -364,6 +364,17 @@ def test_while_prompts_are_made() -> None:
     assert len(generator.generate([[5, 6]], **OPTIONS)) == 1
 
 
+def test_before_it_began_what_an_earlier_call_left_stays() -> None:
+    generator = BatchGenerator(build("llama"), Faint(4))
+    with pytest.raises(GenerationInterrupted) as caught:
+        generator.generate(["w5", "w6", "w7 w8"], max_new_tokens=2)
+    tokenizer = generator.tokenizer
+    tokenizer.left = 1
+    with pytest.raises(GenerationInterrupted, match="before the first sequence began"):
+        generator.generate(["w5"], max_new_tokens=2)
+    assert generator.interrupted is caught.value.result and len(caught.value.result) == 2
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_while_it_waits_for_another_thread(expected: dict[int, list[int]]) -> None:
     """Before the call begins, where it looks at the model; a step would wait just so."""

@@ -116,8 +116,10 @@ class Calls:
         except BaseException as error:
             self._keep(finished, error)
             raise
-        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
+        part = finished.part(self._tokenizer.decode_if_loaded)
+        if finished.expected:  # else the call had not begun, and what an earlier one left stays
+            self.interrupted = part
+        raise GenerationInterrupted(part, len(finished.results), finished.expected)
 
     def _keep(self, finished: Finished[Any], error: BaseException) -> None:
         """An error has broken a call off: what had finished goes with it. Before the first step there is nothing."""
