@@ -1,8 +1,9 @@
 """The loop: next step, build, launch, collect. Several steps may be launched before the oldest is collected.
 
-Features come in from the side. A grammar masks the logits that the launcher picks tokens from: the host picks then
-(`sampling/grammar_masks.py`). The runner hands the model the images of a step (`model/image_features.py`). An interrupt
-is noted when it comes, and raised in the model's next layer, or here before the next step (`interrupts.py`).
+Features come in from the side. A grammar masks logits before a token is picked from them, and the host makes the mask
+(`sampling/grammar_masks.py`). It has to see the token before, so the launcher of such a call has no bursts, and at most
+two steps on their way (`launchers.py`). The runner hands the model the images of a step (`model/image_features.py`). An
+interrupt is noted when it comes, and raised in the model's next layer, or here before the next step (`interrupts.py`).
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ class ModelRunner:
         images = None
         if batch.image_keys is not None:
             assert self.images is not None
-            # A decode row may go on from such a token, too, and the host may not have seen that yet.
+            # Looked for on the device: a decode row may go on from a placeholder that the host has not seen yet.
             at = (tokens.input_ids == self.images.placeholder).nonzero().squeeze(1).cpu().numpy()
-            # The name alone: without a swap the adapters that are active on the model are, all along.
+            # A name tells adapters apart: where none is swapped in, the same ones are active for the whole call.
             adapters = self.control.adapters
             adapter = None if adapters is None else ("of a prompt", adapters.name)
             with self.control.without_attention():
