@@ -104,17 +104,15 @@ def too_long_for_memory(gen: RankGenerator, one: BatchGenerator) -> Any:
         return error_of(lambda: several.generate(given, max_new_tokens=2, progress=False))
 
 
-def one_has_all_the_work(gen: RankGenerator, one: BatchGenerator) -> Any:
-    """Rank 0 is slow, and its memory lets in a few prompts at a time: the others take over what it has not begun."""
-    model = copy.deepcopy(gen.model)
-    if not RANK:
-        model.register_forward_pre_hook(lambda *given: time.sleep(0.05))
-    prompts = random_prompts(random.Random(5), 97, "distinct", 120)
-    with RankGenerator(model, max_batch_tokens=32) as several:
-        out = several.generate(prompts, max_new_tokens=6, progress=False)
-    assert out.token_ids == one.generate(prompts, max_new_tokens=6, progress=False).token_ids
-    assert out.report is not None
-    return [worker.new_tokens for worker in out.report.workers]
+def even_parts(gen: RankGenerator, one: BatchGenerator) -> Any:
+    """Each rank has as much to run, and a group of prompts that begin alike stays on one."""
+    groups = [[7 + group] * (40 * (1 + group % 3)) for group in range(12)]
+    prompts = [[*start, number] for start in groups for number in range(2, 6)]
+    configs = [GenerationConfig(max_new_tokens=20 if number % 16 < 8 else 5) for number in range(len(prompts))]
+    out, wanted = (each.generate(prompts, configs, eos_token_id=None, progress=False) for each in (gen, one))
+    assert out.token_ids == wanted.token_ids
+    assert out.report is not None and out.report.parted_tokens == 0
+    return [worker.read_tokens + worker.new_tokens for worker in out.report.workers]
 
 
 def on_the_first_alone(gen: RankGenerator, one: BatchGenerator) -> Any:
@@ -242,21 +240,6 @@ class Slow(LogitsProcessor):
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
-
-
-def another_memory(gen: RankGenerator, one: BatchGenerator) -> Any:
-    """What does not fit on rank 0 runs on rank 1, once."""
-    model = copy.deepcopy(gen.model)
-    if not RANK:
-        model.register_forward_pre_hook(lambda *given: time.sleep(0.02))
-    given = [[number % 90] * (300 if number % 9 == 4 else 9) for number in range(60)]
-    with RankGenerator(model, kv_memory=50_000_000 if RANK else 200_000, page_size=16) as several:
-        out = several.generate(given, max_new_tokens=4, progress=False)
-        assert out.token_ids == one.generate(given, max_new_tokens=4, progress=False).token_ids
-        ends = [[[5, 6]]] * len(given)
-        scores = several.score(given, ends, on_error="record", progress=False)
-        assert len(scores) == 60 and not any(row.error for row in scores)
-    return "right"
 
 
 def in_small_words(gen: RankGenerator, one: BatchGenerator) -> Any:

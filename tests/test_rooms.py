@@ -48,7 +48,6 @@ WITHOUT_TORCH = ("planning", "results", "ground")
 MOST_IMPORTS = 20
 MORE_IMPORTS = {
     "hf_batchllm.pool.generator_pool": 30,
-    "hf_batchllm.pool.rank_generator": 28,
     "hf_batchllm.ray": 25,
     "hf_batchllm.pool.part_generator": 24,
 }

@@ -14,7 +14,7 @@ from ..engine.call import Call
 from ..engine.checks import JobChecks
 from ..engine.extra_outputs import ExtraOutputs
 from ..engine.job import Job
-from ..engine.report import report_of
+from ..engine.report import progress_of, report_of
 from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
 from ..engine.stream import without_frames
 from ..errors import OptionValueError
@@ -115,12 +115,16 @@ class PartGenerator(BatchGenerator):
     def run_part(
         self,
         begin: Begin,
-        claims: PieceClaims,
+        claims: PieceClaims | None,
         began: float,
         deliver: Callable[[list[Any]], None],
         watch: Callable[[Step, int], None],
+        progress: bool | None = False,
     ) -> tuple[RunReport | None, KeyboardInterrupt | None]:
-        """Run what is claimed. ``watch`` may raise a KeyboardInterrupt to break the part off, which is given back."""
+        """Run what is claimed; without ``claims``, all of it. A KeyboardInterrupt breaks it off, and is given back.
+
+        ``watch``: is told of each step, and may raise. ``progress``: whether a bar is shown over this part.
+        """
         interrupt: KeyboardInterrupt | None = None
         self._of_the_call = {"claims": claims, "began": began}
         if isinstance(claims, AgreedClaims):
@@ -129,9 +133,18 @@ class PartGenerator(BatchGenerator):
             with self._taking() as call:
                 finish = begin(call)
                 try:
-                    for request in call.run(watch):
-                        if claims.take(request.index):  # it may have ended before it had begun, for want of time
-                            deliver(finish(request))
+                    with progress_of(call, progress) as bar:
+
+                        def stepped(step: Step, new_tokens: int) -> None:
+                            bar.step(step, new_tokens)
+                            watch(step, new_tokens)
+
+                        for request in call.run(stepped):
+                            # It may have ended before it had begun, for want of time.
+                            if claims is None or claims.take(request.index):
+                                results = finish(request)
+                                bar.finish(request, len(results))
+                                deliver(results)
                 finally:
                     self.last_report = report_of(call)
         except KeyboardInterrupt as error:

@@ -1,209 +1,171 @@
-"""One call of several ranks, each with a model of its own: who runs which pieces, until all results are there.
-
-Each rank begins with its share. It claims a piece in the common store when it lets the first prompt in. A rank that has
-run its share goes on with pieces that no other has claimed.
-"""
+"""One call of several ranks, each with a model of its own: what they agree on, a rank's part, and all results."""
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from ..engine.call import Call
+from ..engine.unfinished import Finished
 from ..errors import PoolError
+from ..inputs.option_checks import check_progress
+from ..inputs.preparing import bars_wanted
+from ..model.inspection.fingerprint import fingerprint
 from ..planning.pieces import Split
-from ..wording import first_line
-from .messages import Parcel, parcel_of_error
+from ..planning.requests_and_prefixes import Request
+from ..results.run_report import RunReport
+from ..wording import differing, first_line
 from .part_generator import PartGenerator
-from .piece_claims import PieceClaims
+from .pool_report import Tally, report_of
+from .rank_digest import digest_of
 from .ranks import Ranks
 from .share import Share
 from .work import Work
 
-_WORDS_EVERY = 0.3  # seconds between looks at what the others say, and words of how far this rank is
+W = TypeVar("W", bound=Work)
+_THE_SAME = "each rank has to pass the same prompts and options, and processors with the same attributes"
 
 
-class RankClaims(PieceClaims):
-    """A piece is begun by the rank that first asks for it."""
+@dataclass(frozen=True)
+class _Asked:
+    """What a rank says of a call before it runs."""
 
-    def __init__(self, piece_of: Mapping[int, int], is_mine: Callable[[int], bool]) -> None:
-        super().__init__(piece_of)
-        self._is_mine = is_mine
-
-    def take(self, index: int) -> bool:
-        piece = self._piece_of[index]
-        if piece in self._begun:
-            return True
-        if piece in self._gone:
-            return False
-        (self._begun if (mine := self._is_mine(piece)) else self._gone).add(piece)
-        return mine
+    digest: str
+    model: dict[str, str]  # its fingerprint
+    seed: Any  # that it has drawn, or None
+    split: Split | None  # of the first rank: another kind of CPU might come to another one
 
 
-class RankCall:
-    """``name``: of the call, the same on all ranks, and of no other call."""
+@dataclass(frozen=True)
+class _Ended:
+    """What a rank says once its results are in the store."""
 
-    def __init__(
-        self, name: str, ranks: Ranks, generator: PartGenerator, work: Work, split: Split, expected: int
-    ) -> None:
-        self._name = name
-        self._ranks = ranks
+    share: Share
+    tally: Tally
+    problems: dict[Any, str]  # of units that do not fit into its memory
+
+
+class RankCalls:
+    """The calls of one rank's generator. ``everywhere``: each rank gets all results, else the first one."""
+
+    def __init__(self, generator: PartGenerator, ranks: Ranks, everywhere: bool) -> None:
         self._generator = generator
-        self._work = work
-        self._split = split
-        self._expected = expected
-        self._began, self._clock = time.time(), time.perf_counter()
-        self._units = [[work.unit(place) for place in piece.prompts] for piece in split.pieces]
-        self.share = Share()
-        self.results: list[Any] = []
-        self.problems: dict[Any, str] = {}  # of units that do not fit into this rank's memory
-        self._tried: set[int] = set()  # pieces that this rank need not try again
-        self._told = [0, 0, 0]  # tokens read, tokens written and results, that the others know of
-        self._all = [0, 0, 0]  # of all ranks
-        self._looked = 0.0
-        self._failure: OfAnotherRankError | None = None
-        if not ranks.rank:
-            ranks.forget([self._key("piece", number) for number in range(len(self._units))])
-            ranks.forget([self._key("sum", number) for number in range(3)])
+        self._ranks = ranks
+        self._everywhere = everywhere
+        self._fingerprint: dict[str, str] = {}
+        self._written: list[tuple[int, int]] | None = None  # the weights that it was taken of
 
-    def _key(self, *what: Any) -> str:
-        return "/".join(map(str, (self._name, *what)))
-
-    # -- the run -----------------------------------------------------------------------------------------------------
-
-    def run(self, show: Callable[[RankCall, int], None]) -> None:
-        """This rank's part, until no piece is left that it could run."""
-        self._show = show
+    def agreed(self, make: Callable[[], W], seed: Any, progress: bool | None) -> tuple[W, Split]:
+        """The work that all ranks are asked for, with the first one's seed and split. Raises what any rank refuses."""
+        problem: Exception | None = None
         try:
-            pieces: Sequence[int] = self._split.shares[self._ranks.rank]
-            while pieces or (pieces := self._unclaimed()):
-                self._run_pieces(pieces)
-                pieces = []
-        finally:
-            self._ranks.moved(False)
-        self._tell()
+            check_progress(progress)
+            with bars_wanted(progress):
+                work = make()
+                work.plan.add_labels(work.sequences, self._generator._tokenizer.decode)
+                drawn = seed is None and work.job.seed is not None
+                mine: _Asked | str = _Asked(
+                    digest_of(work, seed is not None, self._everywhere),
+                    self._fingerprint_now(),
+                    work.job.seed if drawn else None,
+                    None if self._ranks.rank else work.split(self._ranks.count, self._generator.token_costs()),
+                )
+        except Exception as error:
+            problem, mine = error, first_line(error)
+        everybody = self._ranks.exchange("asked", mine, arriving=True)
+        if problem is not None:
+            raise problem
+        first = everybody[0]
+        for rank, theirs in enumerate(everybody):
+            if isinstance(theirs, str):
+                raise PoolError(f"rank {rank} has refused this call: {theirs}")
+            if theirs.digest != first.digest:
+                raise PoolError(f"rank {rank} was asked for something else than rank 0: {_THE_SAME}")
+            if other := differing(first.model, theirs.model):
+                raise PoolError(f"rank {rank} has {other} than rank 0: each rank has to hold the same model")
+        if drawn:
+            work.job = replace(work.job, seed=first.seed)
+        return work, first.split
 
-    def _run_pieces(self, pieces: Sequence[int]) -> None:
-        units = {piece: self._units[piece] for piece in pieces}
-        part = self._work.part(sorted(unit for some in units.values() for unit in some))
-        claims = RankClaims(part.piece_of(units), self._is_mine)
-        self.share.began = time.perf_counter()
-        self._ranks.moved()
-        try:
-            report, interrupt = self._generator.run_part(
-                lambda call: part.begin(self._generator, call), claims, self._began, self._deliver, self._watch
-            )
-        finally:
-            self.share.end_part(self.share.read_now, self.share.written_now)
-            self.share.running_seconds = self.share.seconds
-            self.problems.update(part.problems)
-        self.share.ran.update(claims.begun)
-        self._tried.update(pieces)
+    def run(
+        self, work: Work, split: Split, finished: Finished[Any], strict: bool, progress: bool | None, began: float
+    ) -> RunReport:
+        """This rank's part, then everybody's results. ``began``: when the call did, as time.perf_counter() has it."""
+        planning, clock = time.perf_counter() - began, time.perf_counter()
+        ranks, pieces, results = self._ranks, split.shares[self._ranks.rank], list[Any]()
+        share = Share(ran=set(pieces), began=clock)
+
+        def deliver(some: list[Any]) -> None:
+            results.extend(some)
+            finished.results.update((work.key(result), work.whole(result)) for result in some)
+
+        units = [work.unit(place) for number in pieces for place in split.pieces[number].prompts]
+        report = self._run_part(work, sorted(units), strict, progress, deliver) if units else None
         if report is not None:
-            self.share.reports.append(report)
-        if interrupt is not None:
-            raise self._failure or interrupt
+            share.reports.append(report)
+        share.running_seconds = time.perf_counter() - clock
+        tally = Tally()
+        for result in results:
+            tally.add(result)
+        ranks.say("results", results)
+        # Once a rank has said this, the others can do without it.
+        share.end_part(sum(each.computed_tokens + each.recomputed_tokens for each in share.reports), tally.new_tokens)
+        said: list[_Ended] = ranks.exchange("ended", _Ended(share, tally, work.problems))
+        clock_of_reading = time.perf_counter()
+        for rank, theirs in enumerate(said):
+            work.problems.update(theirs.problems)
+            if rank != ranks.rank and (self._everywhere or not ranks.rank):
+                for result in ranks.heard("results", rank):
+                    finished.results[work.key(result)] = work.whole(result)
+        reading = time.perf_counter() - clock_of_reading
+        for theirs in said:
+            theirs.share.seconds += reading
+        if ranks.rank and not self._everywhere:
+            finished.results.clear()
+        return report_of(
+            [(f"rank {rank}", theirs.share) for rank, theirs in enumerate(said)],
+            work.plan,
+            work,
+            Tally.of(theirs.tally for theirs in said),
+            expected=finished.expected,
+            over=True,
+            seconds=time.perf_counter() - clock,
+            planning_seconds=planning,
+        )
 
-    def _is_mine(self, piece: int) -> bool:
-        return self._ranks.first_to_say(self._key("piece", piece)) == self._ranks.rank
+    def _run_part(
+        self,
+        work: Work,
+        units: list[int],
+        strict: bool,
+        progress: bool | None,
+        deliver: Callable[[list[Any]], None],
+    ) -> RunReport | None:
+        part = work.part(units)
 
-    def _unclaimed(self) -> list[int]:
-        """Of the rank that has most left, as many as it takes to end at the same time."""
-        most: list[int] = []
-        most_cost = 0.0
-        for rank, share in enumerate(self._split.shares):
-            if rank == self._ranks.rank:
-                continue
-            untried = [piece for piece in share if piece not in self._tried]
-            left = [piece for piece in untried if not self._ranks.is_said(self._key("piece", piece))]
-            self._tried.update(set(untried) - set(left))
-            cost = sum(map(self._split.cost, left))
-            if left and cost > most_cost:
-                most, most_cost = left, cost
-        return sorted(self._split.half_of(most, most_cost) or most[-1:])
+        def begin(call: Call) -> Callable[[Request], list[Any]]:
+            finish = part.begin(self._generator, call)
+            work.problems.update(part.problems)
+            if strict and part.problems:
+                raise work.error()
+            return finish
 
-    # -- what it tells and hears -----------------------------------------------------------------------------------
-
-    def _deliver(self, results: list[Any]) -> None:
-        self.results += results
-
-    def _watch(self, step: Any, new_tokens: int) -> None:
         self._ranks.moved()
-        self.share.read_now += step.tokens - len(step.rows)
-        self.share.written_now += new_tokens
-        if time.perf_counter() - self._looked > _WORDS_EVERY:
-            try:
-                self.look()
-            except OfAnotherRankError as failure:
-                self._failure = failure
-                raise KeyboardInterrupt from None  # which breaks a part off
+        report, interrupt = self._generator.run_part(
+            begin, None, time.time(), deliver, lambda step, new_tokens: self._ranks.moved(), progress
+        )
+        if interrupt is not None:
+            raise interrupt
+        return report
 
-    def _tell(self) -> None:
-        self._looked = time.perf_counter()
-        now = [self.share.read + self.share.read_now, self.share.written + self.share.written_now, len(self.results)]
-        for number, (have, told) in enumerate(zip(now, self._told, strict=True)):
-            self._all[number] = self._ranks.add(self._key("sum", number), have - told)
-        self._told = now
-
-    def end(self) -> None:
-        """All ranks have run their parts."""
-        self._tell()
-        self._show(self, self._all[2])
-
-    def look(self) -> None:
-        """Raises what another rank has failed with."""
-        if time.perf_counter() - self._looked > _WORDS_EVERY:
-            self._tell()
-        raise_failure(self._ranks, self._name)
-        self._show(self, self._all[2])
-
-    # -- how far it is -------------------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._clock
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        return self._all[0], self._all[1]
-
-    @property
-    def share_done(self) -> float:
-        return self._all[2] / max(self._expected, 1)
-
-
-class OfAnotherRankError(Exception):
-    def __init__(self, rank: int, error: BaseException) -> None:
-        super().__init__(rank)
-        self.error = error
-        error.add_note(f"it happened on rank {rank}")
-
-
-def raise_failure(ranks: Ranks, name: str) -> None:
-    """OfAnotherRankError if a rank has ended the call of this name."""
-    failed = ranks.heard(f"{name}/failed")
-    if failed is not None:
-        rank, parcel = failed
-        try:
-            error = parcel.open()
-        except Exception:
-            error = None
-        raise OfAnotherRankError(rank, error if isinstance(error, Exception) else PoolError(f"rank {rank} has failed"))
-
-
-def say_failure(ranks: Ranks, name: str, error: BaseException) -> None:
-    """To the ranks that are in the call."""
-    told = error if isinstance(error, Exception) else PoolError(f"rank {ranks.rank} was interrupted")
-    with contextlib.suppress(Exception):  # the error itself is what its own rank raises
-        ranks.say(f"{name}/failed", (ranks.rank, _parcel(told)))
-
-
-def _parcel(error: Exception) -> Parcel:
-    """Ranks run the same script, so that they find its classes by their names."""
-    with contextlib.suppress(Exception):
-        data = pickle.dumps(error)
-        pickle.loads(data)
-        return Parcel(data, "an error")
-    return parcel_of_error(error, f"{type(error).__name__}: {first_line(error)}")
+    def _fingerprint_now(self) -> dict[str, str]:
+        """Taken anew once a weight was written to: in a training, between two calls."""
+        model = self._generator.model
+        written = [(each.data_ptr(), each._version) for each in model.parameters()]
+        if written != self._written:
+            tokenizer = None if self._fingerprint else self._generator._tokenizer.found()
+            self._fingerprint |= fingerprint(model, tokenizer)
+            self._written = written
+        return self._fingerprint

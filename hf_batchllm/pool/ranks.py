@@ -7,17 +7,21 @@ would wait for a rank that never comes, and needs a process group, which is the 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import ConfigError, PoolError
 from ..notices import Notices
+from ..wording import first_line
 
 _NO_RANK = (
     "there are {count} processes here by {name}, and no RANK that would say which one this is: start the script with "
@@ -26,93 +30,127 @@ _NO_RANK = (
 _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _SIGN_EVERY, _GONE_AFTER = 2.0, 60.0  # seconds between signs of life, and without any from a rank
 _LATE_AFTER = 60.0  # seconds after which a rank that others wait for is told of
-_LOOK_EVERY = 0.02  # seconds, while this rank waits
+_LOOK_EVERY = 1.0  # seconds between looks at how the others are
+_ASK_EVERY = 0.02  # seconds between questions for what a rank waits for
 _MOST_BYTES = 4 << 20  # of a value: a store takes some eight megabytes
+_made = itertools.count()  # ranks make their generators in the same order
 
 
 class Ranks:
-    """``name``: the same on all ranks, and of no other ``Ranks``. ``patience``: seconds in which a step ends."""
+    """``patience``: seconds in which a step ends."""
 
-    def __init__(self, name: str, patience: float, notices: Notices) -> None:
+    def __init__(self, patience: float, notices: Notices) -> None:
         store, self.rank, self.count = _store()
-        self._store: Any = dist.PrefixStore(f"hf_batchllm/{name}", store)  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(f"hf_batchllm/{next(_made)}", store)  # type: ignore[attr-defined]
         self._patience = patience
         self._notices = notices
+        self._call = 0
         self._said: list[list[str]] = [[], []]  # keys to be forgotten: of the call before this one, and of this one
         self._signs = 0
         self._seen = {rank: (b"", time.monotonic()) for rank in range(self.count)}  # the last sign of each rank
+        self._looked = 0.0
         self._moved: float | None = None  # when the last step of this rank ended; None while none is awaited
         self._closed = threading.Event()
         if self.count > 1:
             threading.Thread(target=self._give_signs, daemon=True).start()
 
-    # -- words -----------------------------------------------------------------------------------------------------
-
-    def begin_call(self) -> None:
-        """What the call before the last one has said is forgotten: no rank can be in it any more."""
-        for key in self._said.pop(0):
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of all ranks. An error or an interrupt of this rank ends it on the others; theirs is raised here."""
+        self._call += 1
+        for key in self._said.pop(0):  # no rank can be in the call before the last one any more
             self._store.delete_key(key)
         self._said.append([])
+        try:
+            yield
+        except _OfAnotherRankError as theirs:
+            raise theirs.error from None
+        except dist.DistError as error:
+            why = f"the other ranks cannot be reached, as if rank 0 had ended: {first_line(error)}"
+            raise PoolError(why) from None
+        except BaseException as error:
+            self._say_failure(error)
+            raise
+        finally:
+            self._moved = None
 
-    def forget(self, keys: list[str]) -> None:
-        """After the next call."""
-        self._said[-1] += keys
+    # -- words -----------------------------------------------------------------------------------------------------
 
-    def say(self, key: str, value: Any) -> None:
+    def say(self, what: str, value: Any) -> None:
         """Heard once all of it is there."""
-        data = pickle.dumps(value)
+        key, data = self._key(what, self.rank), pickle.dumps(value)
         parts = range(0, len(data), _MOST_BYTES)
-        self.forget([key, *(f"{key}.{number}" for number in range(len(parts)))])
+        self._said[-1] += [key, *(f"{key}.{number}" for number in range(len(parts)))]
         for number, begin in enumerate(parts):
             self._store.set(f"{key}.{number}", data[begin : begin + _MOST_BYTES])
         self._store.set(key, str(len(parts)))
 
-    def heard(self, key: str) -> Any:
-        """What has been said, or None."""
-        if not self.is_said(key):
-            return None
+    def heard(self, what: str, rank: int) -> Any:
+        """What this rank has said."""
+        key = self._key(what, rank)
         parts = range(int(self._store.get(key)))
         return pickle.loads(b"".join(self._store.get(f"{key}.{number}") for number in parts))
 
-    def is_said(self, key: str) -> bool:
-        return bool(self._store.check([key]))
-
-    def first_to_say(self, key: str) -> int:
-        """The first rank that asked for it."""
-        return int(self._store.compare_set(key, "", str(self.rank)))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    def wait_for(self, key: str, rank: int, look: Callable[[], None], arriving: bool = False) -> Any:
-        """What this rank says. ``look`` is called now and then, and may raise. ``arriving``: it has no work yet."""
+    def exchange(self, what: str, value: Any, arriving: bool = False) -> list[Any]:
+        """What each rank says. ``arriving``: they have no work yet."""
+        self._moved = None
+        self.say(what, value)
         began = time.monotonic()
-        while not self.is_said(key):
-            look()
-            self._look_after(rank)
-            if arriving and time.monotonic() - began > _LATE_AFTER:
-                self._notices(f"late {key}", f"rank {self.rank} waits for rank {rank}, which has not come to this call")
-            time.sleep(_LOOK_EVERY)
-        return self.heard(key)
+        for rank in range(self.count):
+            while not self._store.check([self._key(what, rank)]):
+                self._look()
+                if arriving and time.monotonic() - began > _LATE_AFTER:
+                    late = f"rank {self.rank} waits for rank {rank}, which has not come to this call"
+                    self._notices(f"late {self._call}", late)
+                time.sleep(_ASK_EVERY)
+        return [self.heard(what, rank) for rank in range(self.count)]
 
-    def exchange(self, key: str, value: Any, look: Callable[[], None], arriving: bool = False) -> list[Any]:
-        """What each rank says."""
-        self.say(f"{key}/{self.rank}", value)
-        return [self.wait_for(f"{key}/{rank}", rank, look, arriving) for rank in range(self.count)]
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._call}/{what}/{rank}"
+
+    def _say_failure(self, error: BaseException) -> None:
+        """To the ranks that are in the call."""
+        told = error if isinstance(error, Exception) else PoolError(f"rank {self.rank} was interrupted")
+        with contextlib.suppress(Exception):  # the error itself is what its own rank raises
+            try:
+                pickle.loads(pickle.dumps(told))
+            except Exception:
+                told = PoolError(f"{type(told).__name__}: {first_line(told)}")
+            self.say("failure", told)
+            self._said[-1].append(f"{self._call}/failed")
+            self._store.compare_set(f"{self._call}/failed", "", str(self.rank))  # the first one that fails is heard
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def moved(self, at_work: bool = True) -> None:
-        """A step has ended, or none is awaited any more."""
-        self._moved = time.monotonic() if at_work else None
+    def moved(self) -> None:
+        """A step of this rank has ended, or its steps begin. Raises what ends the call, as waiting does."""
+        self._moved = time.monotonic()
+        self._look()
+
+    def _look(self) -> None:
+        """Now and then: raises what another rank has failed with, or that it is gone."""
+        if time.monotonic() - self._looked < _LOOK_EVERY:
+            return
+        self._looked = time.monotonic()
+        if self._store.check([f"{self._call}/failed"]):
+            rank = int(self._store.get(f"{self._call}/failed"))
+            try:
+                error = self.heard("failure", rank)
+            except Exception:  # of a class that this rank does not have
+                error = PoolError(f"rank {rank} has failed")
+            error.add_note(f"it happened on rank {rank}")
+            raise _OfAnotherRankError(error)
+        for rank in range(self.count):
+            if rank != self.rank:
+                self._look_after(rank)
 
     def _look_after(self, rank: int) -> None:
         """PoolError if it has given no sign of life for long, or does not get on."""
         key = f"alive/{rank}"
-        sign = bytes(self._store.get(key)) if self.is_said(key) else b""
+        sign = bytes(self._store.get(key)) if self._store.check([key]) else b""
         before, at = self._seen[rank]
         now = time.monotonic()
-        if sign != before or rank == self.rank:
+        if sign != before:
             self._seen[rank] = sign, now
         elif now - at > _GONE_AFTER:
             raise PoolError(f"rank {rank} has given no sign of life for {now - at:.0f} s: it is taken to be gone")
@@ -124,15 +162,20 @@ class Ranks:
         while not self._closed.wait(_SIGN_EVERY):
             moved = self._moved
             self._signs += 1
+            silent = 0.0 if moved is None else time.monotonic() - moved
             try:
-                self._store.set(
-                    f"alive/{self.rank}", f"{self._signs} {0 if moved is None else time.monotonic() - moved:.1f}"
-                )
+                self._store.set(f"alive/{self.rank}", f"{self._signs} {silent:.1f}")
             except Exception:  # whoever has the store has ended: so has this rank's work
                 return
 
     def close(self) -> None:
         self._closed.set()
+
+
+class _OfAnotherRankError(Exception):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 _launchers_store: Any = None  # which can be had once
