@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from ..engine.call import Call
 from ..engine.unfinished import Finished
 from ..errors import PoolError
 from ..inputs.option_checks import check_progress
+from ..inputs.plain_values import plain, plain_options
 from ..inputs.preparing import bars_wanted
 from ..model.inspection.fingerprint import fingerprint
 from ..planning.pieces import Split
@@ -19,10 +21,9 @@ from ..results.run_report import RunReport
 from ..wording import differing, first_line
 from .part_generator import PartGenerator
 from .pool_report import Tally, report_of
-from .rank_digest import digest_of
 from .ranks import Ranks
 from .share import Share
-from .work import Work
+from .work import ScoreWork, Work
 
 W = TypeVar("W", bound=Work)
 _THE_SAME = "each rank has to pass the same prompts and options, and processors with the same attributes"
@@ -67,7 +68,7 @@ class RankCalls:
                 work.plan.add_labels(work.sequences, self._generator._tokenizer.decode)
                 drawn = seed is None and work.job.seed is not None
                 mine: _Asked | str = _Asked(
-                    digest_of(work, seed is not None, self._everywhere),
+                    _digest(work, seed is not None, self._everywhere),
                     self._fingerprint_now(),
                     work.job.seed if drawn else None,
                     None if self._ranks.rank else work.split(self._ranks.count, self._generator.token_costs()),
@@ -169,3 +170,27 @@ class RankCalls:
             self._fingerprint |= fingerprint(model, tokenizer)
             self._written = written
         return self._fingerprint
+
+
+def _digest(work: Work, seed_given: bool, everywhere: bool) -> str:
+    """Processors and criteria count by what they hold when they are first seen, other objects by their classes."""
+    job = work.job
+    said = [
+        type(work).__name__,
+        everywhere,
+        job.places,
+        job.max_new_tokens,
+        job.can_stop,
+        sorted(map(str, job.problems)),
+        job.adapters,
+        None if job.grammars is None else job.grammars.each,
+        job.seed if seed_given else None,
+        plain_options(job.options, held=True),
+    ]
+    digest = hashlib.blake2b(repr(plain(said)).encode("utf-8", "surrogatepass"), digest_size=12)
+    if isinstance(work, ScoreWork):
+        for item in work.scores.inputs.items:
+            digest.update(repr((item.index, item.choice, item.first)).encode() + item.ids.tobytes())
+    for prompt in job.prompts:
+        digest.update(len(prompt).to_bytes(4, "little") + prompt.ids.tobytes())
+    return digest.hexdigest()
