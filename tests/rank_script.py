@@ -206,14 +206,18 @@ def a_file(gen: RankGenerator, one: BatchGenerator) -> Any:
 
 
 def one_is_gone(gen: RankGenerator, one: BatchGenerator) -> Any:
-    """It ends without a word, and whoever has started it lets the others go on."""
+    """It ends without a word, and whoever has started it lets the others go on. They hear of it within their part."""
     ranks._GONE_AFTER = 3.0  # type: ignore[misc]
-    model = copy.deepcopy(gen.model)
-    model.register_forward_pre_hook(lambda *given: time.sleep(0.02))
+    model, steps = copy.deepcopy(gen.model), []
+    model.register_forward_pre_hook(lambda *given: steps.append(time.sleep(0.02)))
     with RankGenerator(model) as made:
         if RANK == 1:
             threading.Timer(1.0, os._exit, (0,)).start()
-        return error_of(lambda: made.generate([[5, number] for number in range(60)], max_new_tokens=90, progress=False))
+        found = error_of(
+            lambda: made.generate([[5, number] for number in range(60)], max_new_tokens=900, progress=False)
+        )
+        assert len(steps) < 900
+        return found
 
 
 def other_options(gen: RankGenerator, one: BatchGenerator) -> Any:

@@ -104,7 +104,7 @@ def test_long_words_go_in_pieces(two: list[dict[str, Any]]) -> None:
     assert two[0]["in_small_words"] == two[1]["in_small_words"]
 
 
-def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As where the script is started without a launcher."""
     monkeypatch.delenv("RANK", raising=False)
     with RankGenerator(build("llama")) as alone, BatchGenerator(build("llama")) as one:
@@ -115,6 +115,8 @@ def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
                 each.generate(prompts, max_new_tokens=4, progress=False, **options) for each in (alone, one)
             )
             assert ours == wanted
+        alone.generate(prompts, max_new_tokens=4, progress=True)
+        assert "20 / 20 done" in capsys.readouterr().err
         with pytest.raises(AttributeError, match="no `stream`: results come in the end"):
             alone.stream(prompts)
         with pytest.raises(ConfigError, match="`patience` is 0"):
