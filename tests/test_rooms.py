@@ -49,7 +49,6 @@ MOST_IMPORTS = 20
 MORE_IMPORTS = {
     "hf_batchllm.pool.generator_pool": 30,
     "hf_batchllm.ray": 25,
-    "hf_batchllm.pool.part_generator": 24,
 }
 # What happens to a job from the beginning of its call to the first step: these numbers, too, may only fall.
 MOST_STAYS, MOST_CLIMBS = 20, 2

@@ -148,7 +148,14 @@ class Follower:
                 part.begin(self._generator, call)
                 return lambda request: []
 
-            self._generator.run_part(begin, claims, message.began, lambda results: None, lambda step, new: None)
+            self._generator.run_part(
+                begin,
+                lambda results: None,
+                lambda step, new_tokens: None,
+                claims=claims,
+                news=claims,
+                began=message.began,
+            )
 
 
 def main() -> None:

@@ -12,27 +12,22 @@ import numpy as np
 from ..engine.adapter_turns import AdapterTurns
 from ..engine.call import Call
 from ..engine.checks import JobChecks
-from ..engine.extra_outputs import ExtraOutputs
 from ..engine.job import Job
 from ..engine.report import progress_of, report_of
 from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
-from ..engine.stream import without_frames
 from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
 from ..kernels.cards import card_on
-from ..model.inspection.architecture import Architecture
+from ..model.tensor_ranks import News
+from ..planning.claims import Claims
 from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
 from ..planning.sharing import plan_sharing
 from ..planning.step import Step
-from ..results.generations import Generation
-from ..results.run_report import RunReport
 from ..results.scores import Score
 from ..sampling.call_grammars import CallGrammars
 from ..sampling.stop_rules import StopRules
-from .agreed_claims import AgreedClaims
-from .piece_claims import PieceClaims
 
 Begin = Callable[[Call], Callable[[Request], list[Any]]]  # gives what makes results of a request that has ended
 AS_PASSED = Prompt(np.empty(0, np.int32))
@@ -42,7 +37,7 @@ _NO_PLAN = plan_sharing([])
 class PartChecks(JobChecks):
     takes_images = False  # a prompt's pixels would go to the pool's process and back
 
-    def _drawn_seed(self, architecture: Architecture) -> int:
+    def _drawn_seed(self, architecture: Any) -> int:
         return 0  # the pool draws one, from the random numbers of the process that calls it
 
 
@@ -115,20 +110,19 @@ class PartGenerator(BatchGenerator):
     def run_part(
         self,
         begin: Begin,
-        claims: PieceClaims | None,
-        began: float,
         deliver: Callable[[list[Any]], None],
         watch: Callable[[Step, int], None],
+        *,
+        claims: Claims | None = None,
+        news: News | None = None,
+        began: float | None = None,  # when the call did, if that was elsewhere
         progress: bool | None = False,
-    ) -> tuple[RunReport | None, KeyboardInterrupt | None]:
-        """Run what is claimed; without ``claims``, all of it. A KeyboardInterrupt breaks it off, and is given back.
+    ) -> None:
+        """Run what is claimed; without ``claims``, all of it. ``last_report`` is there even after an interrupt.
 
         ``watch``: is told of each step, and may raise. ``progress``: whether a bar is shown over this part.
         """
-        interrupt: KeyboardInterrupt | None = None
-        self._of_the_call = {"claims": claims, "began": began}
-        if isinstance(claims, AgreedClaims):
-            self._of_the_call["news"] = claims
+        self._of_the_call = {"claims": claims, "news": news, "began": began}
         try:
             with self._taking() as call:
                 finish = begin(call)
@@ -146,13 +140,10 @@ class PartGenerator(BatchGenerator):
                                 bar.finish(request, len(results))
                                 deliver(results)
                 finally:
-                    self.last_report = report_of(call)
-        except KeyboardInterrupt as error:
-            interrupt = without_frames(error)
+                    report = report_of(call)
+                    self.last_report = None if report is None else replace(report, plan=_NO_PLAN)  # others have it
         finally:
             self._of_the_call = {}
-        report = self.last_report
-        return None if report is None else replace(report, plan=_NO_PLAN), interrupt
 
     def rules_of(self, job: Job) -> list[StopRules]:
         return self._checks.rules.of_each(job.options)
@@ -161,9 +152,6 @@ class PartGenerator(BatchGenerator):
         if job.grammars is None:
             return None
         return job.grammars.here(job.options, self._tokenizer.required, self.architecture.vocab_size)
-
-    def generation_of(self, request: Request, call: Call, outputs: ExtraOutputs) -> Generation:
-        return self._generation(request, call, outputs)
 
     def scores_of(self, request: Request, call: Call, outputs: ScoreOutputs) -> list[Score]:
         return list(outputs.scores(request, self._tokenizer.decode, call.adapter_for(request.index)))

@@ -47,7 +47,7 @@ class GeneratePart:
         outputs = ExtraOutputs(self.job.options)
         call.begin(self.job, outputs, strict=False)
         # The pool knows the prompts.
-        return lambda request: [replace(generator.generation_of(request, call, outputs), prompt_token_ids=[])]
+        return lambda request: [replace(generator._generation(request, call, outputs), prompt_token_ids=[])]
 
     @property
     def problems(self) -> dict[Any, str]:

@@ -5,33 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..engine.progress import call_bar
-
-
-class CallSoFar(Protocol):
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Of prompts and of answers, that have been run."""
-
-    @property
-    def share_done(self) -> float: ...
+from .pool_call import PoolCall
 
 
 @contextmanager
 def pool_bar(
     results: int, noun: str, prompt_tokens: int, saving: float, workers: int, wanted: bool | None
-) -> Iterator[Callable[[CallSoFar, int], None]]:
+) -> Iterator[Callable[[PoolCall, int], None]]:
     """The function that comes is told of the call now and then, and of the number of results that there are."""
     shown = 0.0
     with call_bar(results, f"{noun} on {workers} processes", saving, wanted) as bar:
 
-        def update(call: CallSoFar, finished: int) -> None:
+        def update(call: PoolCall, finished: int) -> None:
             nonlocal shown
             now = time.perf_counter()
             if bar.disable or (now - shown < bar.mininterval and finished < results):

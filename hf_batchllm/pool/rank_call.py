@@ -154,12 +154,8 @@ class RankCalls:
             return finish
 
         self._ranks.moved()
-        report, interrupt = self._generator.run_part(
-            begin, None, time.time(), deliver, lambda step, new_tokens: self._ranks.moved(), progress
-        )
-        if interrupt is not None:
-            raise interrupt
-        return report
+        self._generator.run_part(begin, deliver, lambda step, new_tokens: self._ranks.moved(), progress=progress)
+        return self._generator.last_report
 
     def _fingerprint_now(self) -> dict[str, str]:
         """Taken anew once a weight was written to: in a training, between two calls."""

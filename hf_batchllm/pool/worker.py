@@ -195,15 +195,19 @@ class Worker:
         try:
             if message.call > self._stopped:
                 self._tell_followers(message)
-                report, interrupt = self._generator.run_part(
-                    lambda call: self._begun(part, part.begin(self._generator, call)),
-                    claims,
-                    message.began,
-                    self._deliver,
-                    lambda step, new_tokens: self._watch(claims, step, new_tokens),
-                )
-                if interrupt is not None and message.call > self._stopped:  # it is the user's code that raised it
-                    raise interrupt
+                try:
+                    self._generator.run_part(
+                        lambda call: self._begun(part, part.begin(self._generator, call)),
+                        self._deliver,
+                        lambda step, new_tokens: self._watch(claims, step, new_tokens),
+                        claims=claims,
+                        news=None if self._followers is None else claims,
+                        began=message.began,
+                    )
+                except KeyboardInterrupt:
+                    if message.call > self._stopped:  # it is the user's code that raised it
+                        raise
+                report = self._generator.last_report
         finally:
             self._flush()
             self._call, self._moved = -1, None
