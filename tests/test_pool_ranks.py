@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support_families import build
 from support_ranks import run_ranks
 
 from hf_batchllm import BatchGenerator, ConfigError, RankGenerator, run_file
 from hf_batchllm.errors import OutputBusyError
 from hf_batchllm.files.journal import lock
+from hf_batchllm.notices import Notices
+from hf_batchllm.pool import ranks
 
 pytestmark = pytest.mark.xdist_group("pool_ranks")  # which share what two ranks found
 SCRIPT = "rank_script.py"
@@ -81,6 +86,28 @@ def test_ranks_have_as_much_to_run(two: list[dict[str, Any]]) -> None:
 def test_what_calls_have_said_is_forgotten(two: list[dict[str, Any]]) -> None:
     sizes = two[0]["many_calls"]
     assert abs(sizes[-1] - sizes[2]) < 10
+
+
+def test_what_a_slow_rank_has_not_heard_yet_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has failed in that call, and in further ones since."""
+    store, made = dist.HashStore(), []  # type: ignore[attr-defined]
+    for rank in range(2):
+        monkeypatch.setattr(ranks, "_store", lambda rank=rank: (store, rank, 2))
+        monkeypatch.setattr(ranks, "_made", itertools.count())
+        made.append(ranks.Ranks(60.0, Notices()))
+    slow, fast = made
+
+    def run() -> None:
+        with slow.call():
+            for error in (ValueError("the first"), ValueError("the second"), ValueError("the third")):
+                with suppress(ValueError), fast.call():
+                    raise error
+            slow.moved()
+
+    with pytest.raises(ValueError, match="the first"):
+        run()
+    for each in made:
+        each.close()
 
 
 def test_ranks_that_do_not_agree(two: list[dict[str, Any]]) -> None:

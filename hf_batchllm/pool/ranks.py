@@ -45,7 +45,8 @@ class Ranks:
         self._patience = patience
         self._notices = notices
         self._call = 0
-        self._said: list[list[str]] = [[], []]  # keys to be forgotten: of the call before this one, and of this one
+        self._said: list[str] = []  # keys of this call
+        self._old: list[str] = []  # and of those before, which are forgotten once no rank can be there any more
         self._signs = 0
         self._seen = {rank: (b"", time.monotonic()) for rank in range(self.count)}  # the last sign of each rank
         self._looked = 0.0
@@ -58,9 +59,7 @@ class Ranks:
     def call(self) -> Iterator[None]:
         """A call of all ranks. An error or an interrupt of this rank ends it on the others; theirs is raised here."""
         self._call += 1
-        for key in self._said.pop(0):  # no rank can be in the call before the last one any more
-            self._store.delete_key(key)
-        self._said.append([])
+        self._old, self._said = self._old + self._said, []
         try:
             yield
         except _OfAnotherRankError as theirs:
@@ -80,7 +79,7 @@ class Ranks:
         """Heard once all of it is there."""
         key, data = self._key(what, self.rank), pickle.dumps(value)
         parts = range(0, len(data), _MOST_BYTES)
-        self._said[-1] += [key, *(f"{key}.{number}" for number in range(len(parts)))]
+        self._said += [key, *(f"{key}.{number}" for number in range(len(parts)))]
         for number, begin in enumerate(parts):
             self._store.set(f"{key}.{number}", data[begin : begin + _MOST_BYTES])
         self._store.set(key, str(len(parts)))
@@ -103,6 +102,9 @@ class Ranks:
                     late = f"rank {self.rank} waits for rank {rank}, which has not come to this call"
                     self._notices(f"late {self._call}", late)
                 time.sleep(_ASK_EVERY)
+        if arriving:  # all are in this call: they have read what was said before, or never will
+            while self._old:
+                self._store.delete_key(self._old.pop())
         return [self.heard(what, rank) for rank in range(self.count)]
 
     def _key(self, what: str, rank: int) -> str:
@@ -117,7 +119,7 @@ class Ranks:
             except Exception:
                 told = PoolError(f"{type(told).__name__}: {first_line(told)}")
             self.say("failure", told)
-            self._said[-1].append(f"{self._call}/failed")
+            self._said.append(f"{self._call}/failed")
             self._store.compare_set(f"{self._call}/failed", "", str(self.rank))  # the first one that fails is heard
 
     # -- life ------------------------------------------------------------------------------------------------------
