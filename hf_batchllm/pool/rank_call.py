@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..engine.call import Call
 from ..engine.unfinished import Finished
@@ -25,7 +25,6 @@ from .ranks import Ranks
 from .share import Share
 from .work import ScoreWork, Work
 
-W = TypeVar("W", bound=Work)
 _THE_SAME = "each rank has to pass the same prompts and options, and processors with the same attributes"
 
 
@@ -58,7 +57,7 @@ class RankCalls:
         self._fingerprint: dict[str, str] = {}
         self._written: list[tuple[int, int]] | None = None  # the weights that it was taken of
 
-    def agreed(self, make: Callable[[], W], seed: Any, progress: bool | None) -> tuple[W, Split]:
+    def agreed(self, make: Callable[[], Work], seed: Any, progress: bool | None) -> tuple[Work, Split]:
         """The work that all ranks are asked for, with the first one's seed and split. Raises what any rank refuses."""
         problem: Exception | None = None
         try:
@@ -92,8 +91,8 @@ class RankCalls:
 
     def run(
         self, work: Work, split: Split, finished: Finished[Any], strict: bool, progress: bool | None, began: float
-    ) -> RunReport:
-        """This rank's part, then everybody's results. ``began``: when the call did, as time.perf_counter() has it."""
+    ) -> None:
+        """This rank's part, then everybody's results and the report. ``began``: by time.perf_counter()."""
         planning, clock = time.perf_counter() - began, time.perf_counter()
         ranks, pieces, results = self._ranks, split.shares[self._ranks.rank], list[Any]()
         share = Share(ran=set(pieces), began=clock)
@@ -123,9 +122,10 @@ class RankCalls:
         reading = time.perf_counter() - clock_of_reading
         for theirs in said:
             theirs.share.seconds += reading
+        finished.results.update((work.key(failure), failure) for failure in work.failures())
         if ranks.rank and not self._everywhere:
             finished.results.clear()
-        return report_of(
+        finished.report = report_of(
             [(f"rank {rank}", theirs.share) for rank, theirs in enumerate(said)],
             work.plan,
             work,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 from transformers import GenerationConfig
@@ -31,7 +31,6 @@ from .rank_call import RankCalls
 from .ranks import Ranks
 from .work import GenerateWork, ScoreWork, Work
 
-W = TypeVar("W", bound=Work)
 _NO_STREAM = "a RankGenerator has no `stream`: results come in the end. A BatchGenerator has it, and a GeneratorPool"
 
 
@@ -74,7 +73,6 @@ class RankGenerator:
             raise ConfigError(f"`patience` is {shown(patience)}: it is a number of seconds above 0")
         self._ranks = Ranks(float(patience), self._generator._notices)
         self._runs = RankCalls(self._generator, self._ranks, everywhere)
-        self._everywhere = everywhere
         self._running = self._closed = False
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
@@ -131,9 +129,9 @@ class RankGenerator:
             given = prompts, generation_config, seed, on_error, dict(generate_kwargs), None
             return checked_work(self._generator.checked_job, *given, self.config)
 
-        work, finished = self._run(make, on_error, progress, seed, index_of(prompts))
-        rows = finished.results | {work.key(failure): failure for failure in self._failures(work)}
-        result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
+        finished = self._run(make, on_error, progress, seed, index_of(prompts))
+        rows = [finished.results[key] for key in sorted(finished.results)]
+        result = BatchResult(rows, finished.report, self._generator._tokenizer.decode)
         result._index = finished.index
         return result
 
@@ -156,8 +154,8 @@ class RankGenerator:
             return checked_score_work(self._generator.checked_scores, *given, self.config)
 
         index = index_of(continuations if contexts is None else contexts)
-        work, finished = self._run(make, on_error, progress, None, index)
-        result = ScoreResult([*finished.results.values(), *self._failures(work)], finished.report)
+        finished = self._run(make, on_error, progress, None, index)
+        result = ScoreResult([*finished.results.values()], finished.report)
         result._index = finished.index
         return result
 
@@ -187,26 +185,21 @@ class RankGenerator:
             yield self._ranks.exchange
 
     def _run(
-        self, make: Callable[[], W], on_error: str, progress: bool | None, seed: Any, index: Any
-    ) -> tuple[W, Finished[Any]]:
+        self, make: Callable[[], Work], on_error: str, progress: bool | None, seed: Any, index: Any
+    ) -> Finished[Any]:
         """Everything of a call. What comes out is the same on all ranks, or, if asked so, on the first one alone."""
         finished: Finished[Any] = FinishedGenerations()
         if self.rank:
             progress = False
-        with self._taking(), results_kept(self, lambda: finished, self._decode), self._ranks.call():
+        decode = self._generator._tokenizer.decode
+        with self._taking(), results_kept(self, lambda: finished, decode), self._ranks.call():
             began = time.perf_counter()
             work, split = self._runs.agreed(make, seed, progress)
             finished = work.finished()
             finished.index = index
-            report = self._runs.run(work, split, finished, on_error == "raise", progress, began)
-            finished.report = self.last_report = report
-        return work, finished
-
-    def _failures(self, work: Work) -> list[Any]:
-        return list(work.failures()) if self._everywhere or not self.rank else []
-
-    def _decode(self, ids: list[int]) -> str | None:
-        return self._generator._tokenizer.decode(ids)
+            self._runs.run(work, split, finished, on_error == "raise", progress, began)
+            self.last_report = finished.report
+        return finished
 
     @contextmanager
     def _taking(self) -> Iterator[None]:
