@@ -27,7 +27,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
         return seen[-1]
 
     monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", make_backend)
-    monkeypatch.setattr("hf_batchllm.engine.launchers.graphs_for", graphs_for)
+    monkeypatch.setattr("hf_batchllm.engine.devices.graphs_for", graphs_for)
     return seen
 
 

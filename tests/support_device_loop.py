@@ -69,7 +69,7 @@ def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
         self.captured += 1
 
     monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", make_backend)
-    monkeypatch.setattr("hf_batchllm.engine.launchers.graphs_for", graphs_for)
+    monkeypatch.setattr("hf_batchllm.engine.devices.graphs_for", graphs_for)
     monkeypatch.setattr("hf_batchllm.sampling.device_options.may_pick_on", lambda *_: True)
     monkeypatch.setattr("hf_batchllm.sampling.token_picking.may_pick_on", lambda *_: True)
     monkeypatch.setattr("hf_batchllm.sampling.logprobs.may_pick_on", lambda *_: True)

@@ -107,7 +107,7 @@ class Calls:
         longest = max((len(ask.ids) for ask in asks), default=1)
         pages = max(1, longest // config.get("page_size", 64))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ModelRunner, "_step", _begin)
+            patch.setattr(ModelRunner, "launch", _begin)
             patch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)
             patch.setattr("hf_batchllm.engine.look.try_wide_passes", lambda *_: None)
             for _ in range(_MOST_TRIES):

@@ -87,7 +87,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """In the place of a GPU, with the kernels' twins. What is left free in any case is more than there is: left out."""
     made = Device(1 << 20)
-    monkeypatch.setattr("hf_batchllm.engine.kv_memory.device_memory", lambda device: made)
+    monkeypatch.setattr("hf_batchllm.engine.devices.device_memory", lambda device: made)
     monkeypatch.setattr("hf_batchllm.model.attention.kv_storage._new", made.empty)
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._kept", WeakKeyDictionary())  # tests share models
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._UNSEEN", 0)

@@ -213,7 +213,7 @@ def test_an_interrupt_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = BatchGenerator(build("lora"), **PAGES)
 
     with monkeypatch.context() as patch:
-        failing(patch, ModelRunner, "_step", {1}, KeyboardInterrupt)
+        failing(patch, ModelRunner, "launch", {1}, KeyboardInterrupt)
         with pytest.raises(GenerationInterrupted):
             generator.generate(GIVEN, adapter="b", max_new_tokens=2)
     assert fingerprint(build("lora")) == before

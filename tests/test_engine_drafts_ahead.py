@@ -101,7 +101,7 @@ def test_over_plain_pytorch(refused: bool, family: str, monkeypatch: pytest.Monk
             "hf_batchllm.model.model_in_use.make_backend",
             lambda config, device, storage, _: TorchBackend(storage, device),
         )
-        monkeypatch.setattr("hf_batchllm.engine.launchers.graphs_for", lambda *_: None)
+        monkeypatch.setattr("hf_batchllm.engine.devices.graphs_for", lambda *_: None)
     assert_same(*both("cpu", monkeypatch, {}, family=family))
 
 

@@ -141,6 +141,7 @@ class Call:
             Parts(
                 job=self.job,
                 outputs=outputs,
+                devices=resources.devices,
                 use=self.use,
                 runner=runner,
                 cache=self.memory.cache,

@@ -21,7 +21,7 @@ from .drafts.drafts import Drafts
 from .drafts.drafts_ahead import DraftsAhead
 from .job import Job
 from .kv_memory import KVMemory, Room
-from .memory_rehearsal import LargestStep, cannot_rehearse, largest_step, picking_bytes, stage
+from .memory_rehearsal import LargestStep, cannot_rehearse, largest_step, pages_of, picking_bytes
 from .picking import picking_of, why_by_host
 from .resources import Resources
 from .step_size import tokens_in_a_step
@@ -120,7 +120,7 @@ class CallMemory:
         picking += self._outputs.step_bytes(step.tokens, self._vocabulary)
         if use.architecture.states and self._job.widths is not None:
             picking += COPIED_AT_ONCE  # states, where beams part
-        storage = stage(step, self._config.page_size)
+        storage = self._resources.devices.storage(pages_of(step, page_size := self._config.page_size), page_size)
         try:
             runner = use.run_over(storage)
             if self.images is not None:

@@ -21,6 +21,7 @@ from ..results.run_report import RunReport
 from ..results.scores import ScoreResult
 from .call import Call
 from .checks import JobChecks
+from .devices import Devices
 from .report import report_of
 from .resources import Resources
 from .unfinished import Finished, attach, note_of
@@ -40,7 +41,7 @@ class Calls:
         self._model = without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(self._model))
         self._checks = self._kind_of_checks(self._model, self._tokenizer, self._notices)
-        self._resources = Resources(self._model, config, self._notices)
+        self._resources = Resources(self._model, config, self._notices, Devices())
         self._resources.check(is_compiled=self._model is not model)
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None

@@ -11,7 +11,7 @@ from torch import nn
 from ..config import BatchConfig
 from ..errors import CacheMemoryError
 from ..model.attention.kv_storage import KVStorage, kv_dtype
-from ..model.device_memory import DeviceMemory, SharedMemory, device_memory, is_out_of_memory
+from ..model.device_memory import DeviceMemory, SharedMemory, is_out_of_memory
 from ..model.inspection.architecture import Architecture
 from ..model.inspection.owners_warnings import has_owners_hooks
 from ..notices import Notices
@@ -19,6 +19,7 @@ from ..planning.paged_cache import PagedCache
 from ..planning.state_slots import StateSlots
 from ..wording import shown_size
 from .computed_with import ComputedWith
+from .devices import Devices
 from .memory_rehearsal import Rehearsals
 
 _SMALLER = 0.9  # of a size that could not be allocated: the next one to try
@@ -35,10 +36,13 @@ class Room(NamedTuple):
 class KVMemory:
     """Owns the cache and its tensors: made for a call, dropped after it unless prefixes are kept in them."""
 
-    def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, notices: Notices) -> None:
+    def __init__(
+        self, model: nn.Module, architecture: Architecture, config: BatchConfig, devices: Devices, notices: Notices
+    ) -> None:
         self._model = model
         self.architecture = architecture  # the generator sets it before each call
         self._config = config
+        self._devices = devices
         self._notices = notices
         self._computed_with: ComputedWith | None = None  # what the cache holds; only where prefixes are kept
         self._may_change = False  # whether custom code runs, which may compute something else in the next call
@@ -78,7 +82,7 @@ class KVMemory:
         self.memory.start()
 
     def _device_memory(self) -> DeviceMemory:
-        own, ranks = device_memory(self.architecture.device), self.architecture.ranks
+        own, ranks = self._devices.memory(self.architecture.device), self.architecture.ranks
         return own if ranks.size == 1 else SharedMemory(own, ranks)
 
     def open(
@@ -161,7 +165,7 @@ class KVMemory:
         now, holds = None, False
         self._may_change = self.architecture.own_code.found.may_change or has_owners_hooks(self._model)
         try:
-            now = None if self._may_change else ComputedWith(self._model, self.architecture)
+            now = None if self._may_change else self._devices.computed_with(self._model, self.architecture)
             holds = now is not None and self._computed_with is not None and self._computed_with.holds_for(now)
         except Exception as error:  # copies of weights that do not lie in order
             if not is_out_of_memory(error):
@@ -302,7 +306,7 @@ class KVMemory:
         size, room = self._config.page_size, planned
         least = Room(needed.pages if needed.pages <= planned.pages else 1, min(needed.slots, planned.slots))
         while True:
-            self.storage = KVStorage(room.pages, size, room.slots)
+            self.storage = self._devices.storage(room.pages, size, room.slots)
             try:
                 self._reserve(self.storage)
                 break

@@ -6,7 +6,7 @@ from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..sampling.forced_tokens import ForcedTokens
 from ..sampling.token_picking import TokenPicking
 from .at_once import AtOnce
-from .device_loop.decode_graphs import DecodeGraphs, graphs_for
+from .device_loop.decode_graphs import DecodeGraphs
 from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
 from .device_loop.step_by_step import StepByStep
@@ -57,7 +57,7 @@ def _by_host(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, reas
     around, may_repeat = outputs.around(sampler), sampler.may_repeat
     if not picking.in_graphs:
         return AtOnce(parts.runner, around, parts.timekeeper, may_repeat, parts.ranks, job.picks_by_model), 1, jump
-    seats = Seats.of([frozenset()] * len(parts.requests), device)
+    seats = parts.devices.seats([frozenset()] * len(parts.requests), device)
     launcher = StepByStep(
         parts.runner, around if around is not sampler else sampler.without_waiting, sampler.prepare, may_repeat,
         seats, graphs_without_picking(parts, seats), device, parts.timekeeper,
@@ -70,12 +70,12 @@ def _by_host(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, reas
 def _by_device(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, depth: int, longest: int) -> Chosen:
     outputs, config, device = parts.outputs, parts.config, parts.use.device
     pick, advance = picking.on_device(parts.requests, outputs.wants_scores, outputs.tensors, parts.ranks)
-    seats = Seats.of([parts.job.rules[request.index].stop_tokens for request in parts.requests], device)
+    seats = parts.devices.seats([parts.job.rules[request.index].stop_tokens for request in parts.requests], device)
     # One burst runs, one waits for its turn.
     times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if scheduler.runs_ahead else 1
     notes = outputs.notes(device, picking.kernels, pick.take_scores)
     noting = None if notes is None else notes.on_device
-    graphs = graphs_for(config, parts.runner, seats, pick, advance, times, parts.notices, noting)
+    graphs = parts.devices.graphs(config, parts.runner, seats, pick, advance, times, parts.notices, noting)
     if graphs is None and config.steps_per_sync is None:
         depth = DEPTH.get(device.type, 1)
     if device.type == "cuda" and not scheduler.runs_ahead:
@@ -89,4 +89,4 @@ def _by_device(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, de
 
 def graphs_without_picking(parts: Parts, seats: Seats) -> DecodeGraphs | None:
     """Their logits are for the host to pick from."""
-    return graphs_for(parts.config, parts.runner, seats, None, None, 1, parts.notices, None)
+    return parts.devices.graphs(parts.config, parts.runner, seats, None, None, 1, parts.notices, None)

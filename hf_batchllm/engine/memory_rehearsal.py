@@ -7,7 +7,6 @@ beforehand: their memory is worked out from the size of the step.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -26,7 +25,6 @@ from ..model.batch_builder import BatchBuilder
 from ..model.device_memory import DeviceMemory, is_out_of_memory
 from ..model.inspection.owners_state import not_in_graphs
 from ..model.runner import ModelRunner
-from ..model.transfers import current_device
 from ..patches.attention_interface import autocast_dtype
 from ..patches.uncompiled import every_module
 from ..planning.requests_and_prefixes import Request
@@ -185,7 +183,6 @@ def _build_of(model: nn.Module) -> tuple[object, ...]:
 
 
 def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memory: DeviceMemory) -> int | None:
-    device = runner.architecture.device
     # The sequences have no slots: each begins with no state and leaves none.
     carries_states = bool(runner.architecture.states)
     builder = BatchBuilder(storage.page_size, short_chunk=runner.backend.short_chunk, carries_states=carries_states)
@@ -194,14 +191,9 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
     memory.mark()
     failed: Exception | None = None
     try:
-        with current_device(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            runner.step(batch)
+        runner.try_step(batch)
     except Exception as error:
-        runner.restore()
-        traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
         failed = error
-    finally:
-        runner.control.restore()
     how_badly = 0 if failed is None else _NO_MEMORY if is_out_of_memory(failed) else _OBJECTS
     worst = runner.architecture.ranks.failed("a step that is tried", how_badly, failed)
     if worst == _NO_MEMORY:
@@ -215,9 +207,9 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
     return max(peak.allocated - left.allocated, peak.reserved - left.reserved, 0)
 
 
-def stage(step: LargestStep, page_size: int) -> KVStorage:
-    """A storage with the pages of the rehearsed step."""
-    return KVStorage(-(-min(step.longest, step.tokens) // page_size), page_size)
+def pages_of(step: LargestStep, page_size: int) -> int:
+    """Pages that the rehearsed step needs."""
+    return -(-min(step.longest, step.tokens) // page_size)
 
 
 def _made_up(step: LargestStep, pages: int, page_size: int) -> Step:

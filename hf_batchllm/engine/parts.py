@@ -17,6 +17,7 @@ from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Request
 from ..sampling.earlier_answers import EarlierAnswers
 from .call_outputs import CallOutputs
+from .devices import Devices
 from .drafts.assistant import Assistant
 from .job import Job
 from .loop import Collector, Engine, Launcher
@@ -30,6 +31,7 @@ class Parts:
 
     job: Job
     outputs: CallOutputs
+    devices: Devices
     use: ModelInUse
     runner: ModelRunner
     cache: PagedCache

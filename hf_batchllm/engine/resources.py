@@ -14,6 +14,7 @@ from ..model.model_in_use import ModelInUse
 from ..notices import Notices
 from ..patches.fusion import Fusion
 from ..sampling.earlier_answers import EarlierAnswers
+from .devices import Devices
 from .drafts.assistant_model import Assistants
 from .kv_memory import KVMemory
 
@@ -21,12 +22,13 @@ from .kv_memory import KVMemory
 class Resources:
     """Every call takes them from here, and gives them back in order."""
 
-    def __init__(self, model: nn.Module, config: BatchConfig, notices: Notices) -> None:
+    def __init__(self, model: nn.Module, config: BatchConfig, notices: Notices, devices: Devices) -> None:
         self.model = model
         self.config = config
         self.notices = notices
+        self.devices = devices
         self.architecture = inspect_model(model)
-        self.kv = KVMemory(model, self.architecture, config, notices)
+        self.kv = KVMemory(model, self.architecture, config, devices, notices)
         self.fusion = Fusion(model)
         self.earlier = EarlierAnswers()
         self.assistants = Assistants(notices)
@@ -45,7 +47,7 @@ class Resources:
 
     def model_in_use(self) -> ModelInUse:
         """The model for the length of a call."""
-        return ModelInUse(self.model, self.architecture, self.config, self.fusion, self.notices)
+        return self.devices.model_in_use(self.model, self.architecture, self.config, self.fusion, self.notices)
 
     def close(self) -> None:
         """Give all of it back."""

@@ -31,7 +31,7 @@ class TokenBatch:
     made: torch.Tensor  # [samples]  new tokens that each sampled request has had so far
 
     def to(self, device: torch.device) -> TokenBatch:
-        return TokenBatch(*(_sent(getattr(self, field.name), device) for field in fields(self)))
+        return TokenBatch(*(sent(getattr(self, field.name), device) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Copies:
         return Copies(tensor(np.concatenate(source)), tensor(np.concatenate(target)), np.concatenate(row))
 
     def to(self, device: torch.device) -> Copies:
-        return replace(self, source=_sent(self.source, device), target=_sent(self.target, device))
+        return replace(self, source=sent(self.source, device), target=sent(self.target, device))
 
     def of_rows(self, begin: int, end: int) -> Copies | None:
         """Those that are read by the rows [begin, end), and by none before."""
@@ -215,7 +215,7 @@ class AttentionBatch:
 
     def to(self, device: torch.device) -> AttentionBatch:
         copies = None if self.copies is None else self.copies.to(device)
-        return replace(self, slots=_sent(self.slots, device), copies=copies)
+        return replace(self, slots=sent(self.slots, device), copies=copies)
 
 
 @dataclass(frozen=True)
@@ -261,6 +261,6 @@ class ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
 
 
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Only CUDA waits for memory that is not pinned. Elsewhere such a copy may read it when it holds something else.
     return tensor.to(device, non_blocking=device.type == "cuda")

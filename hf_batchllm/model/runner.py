@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from ..patches.image_features_swap import ImageFeaturesSwap
 from ..patches.state_functions import state_context
 from ..planning.step import Chunk
 from .attention.attention_backend import AttentionBackend
-from .batch import ModelBatch
+from .batch import ModelBatch, TokenBatch
 from .control import ModelControl
 from .image_features import ImageFeatures
 from .inspection.architecture import Architecture
@@ -26,6 +27,13 @@ from .states.state_step import StateKernels, StateStep
 from .transfers import current_device
 
 _AutocastState = tuple[bool, torch.dtype]  # whether autocast is on, and its type
+
+
+class LatestTokens(Protocol):
+    """On the device, the latest token of each request."""
+
+    def fill_in(self, tokens: TokenBatch) -> None:
+        """Decode rows of a batch on the device go on from them."""
 
 
 class ModelRunner:
@@ -56,12 +64,14 @@ class ModelRunner:
         with current_device(self.architecture.device), self._autocast.applied(), self.backend.products():
             yield
 
-    def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + drafted, vocabulary]
+    def step(
+        self, batch: ModelBatch, latest: LatestTokens | None = None
+    ) -> torch.Tensor:  # [samples + drafted, vocabulary]
         """Run the step's tokens. Gives the logits that are sampled, those of drafts behind them.
 
-        ``record`` is given those asked for beside.
+        ``record`` is given those asked for beside. ``latest``: where the host may not have seen what rows go on from.
         """
-        logits = self.every_row(batch)
+        logits = self.every_row(batch, latest)
         if not batch.asked:
             return logits
         samples = len(batch.tokens.sample_seats) + batch.drafted
@@ -70,9 +80,24 @@ class ModelRunner:
         return logits[:samples]
 
     @torch.no_grad()
-    def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + drafted + asked, vocabulary]
+    def every_row(
+        self, batch: ModelBatch, latest: LatestTokens | None = None
+    ) -> torch.Tensor:  # [samples + drafted + asked, vocabulary]
         """Run the step's tokens. Gives the logits that are sampled, those of drafts, then those asked for beside."""
-        return self._step(batch)
+        return self.launch(batch, latest)
+
+    def try_step(self, batch: ModelBatch) -> None:
+        """Run a step for nothing. What it draws is not taken from the user's random numbers."""
+        device = self.architecture.device
+        try:
+            with current_device(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                self.step(batch)
+        except Exception as error:
+            self.restore()
+            traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
+            raise
+        finally:
+            self.control.restore()
 
     @torch.no_grad()
     def rows(
@@ -85,9 +110,14 @@ class ModelRunner:
         """Run decode rows, all of which are sampled. Nothing here waits for the device or copies anything to it."""
         return self.forward(input_ids, position_ids, context, states=states)
 
-    def _step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + drafted + asked, vocabulary]
+    def launch(
+        self, batch: ModelBatch, latest: LatestTokens | None
+    ) -> torch.Tensor:  # [samples + drafted + asked, vocabulary]
+        """Hand the step to the device. ``batch``: on the host."""
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
+        if latest is not None:
+            latest.fill_in(tokens)
         images = None
         if batch.image_keys is not None:
             assert self.images is not None

@@ -82,7 +82,7 @@ class DecodeGraphs:
         # Whether a run has compiled the kernels of all sizes that are prepared, with drafts and without.
         self._warm = {False: False, True: False}
         self._draft_sizes: Sequence[int] = ()  # that steps with drafts will need
-        self.model_may_have_changed = True  # the caller had control since the last step
+        self._model_may_have_changed = True  # the caller had control since the last step
         self.why_not_prepared = ""  # why graphs are only captured when a step needs them
         self._preparing = False
         self.seconds = 0.0  # that captures took
@@ -139,7 +139,7 @@ class DecodeGraphs:
     def only_replays(self, batch: ModelBatch) -> bool:
         """Whether a step with drafts is no more than a replay of a graph, whose lists are there."""
         drafts, burst = batch.draft_rows, batch.burst
-        if drafts is None or burst is None or self.model_may_have_changed or not self.does_all:
+        if drafts is None or burst is None or self._model_may_have_changed or not self.does_all:
             return False
         kind = _Kind(self._size_of(drafts), True)
         graph = self._graphs.get(kind)
@@ -170,12 +170,12 @@ class DecodeGraphs:
     def _drop_outdated(self) -> None:
         """Drop graphs of other weights than the model has by now, or of another adapter."""
         captured = [graph for graph in self._graphs.values() if graph.captured]
-        if not self.model_may_have_changed or (self._given_up and not captured):
+        if not self._model_may_have_changed or (self._given_up and not captured):
             return
         control = self._runner.control
         control.restore()  # what is looked at is the owner's model
         adapter = None if control.adapters is None else control.adapters.name  # which that does not show
-        self.model_may_have_changed = False
+        self._model_may_have_changed = False
         if adapter == self._adapter and self._memory is not None and self._memory.is_in_use():
             return
         for graph in captured:
@@ -183,6 +183,10 @@ class DecodeGraphs:
         self._memory, self._adapter = HeldMemory(self._runner.model), adapter
         if (reason := not_in_graphs(self._runner.model)) is not None:
             self._give_up(reason)
+
+    def owner_had_control(self) -> None:
+        """Before the next step it is looked whether the model's weights are where they were."""
+        self._model_may_have_changed = True
 
     @property
     def storage(self) -> KVStorage:
@@ -340,7 +344,7 @@ class DecodeGraphs:
             self._graphs.clear()
             self._sizes.clear()
             self._memory = None
-            self.model_may_have_changed = True
+            self._model_may_have_changed = True
         if stream is not None and captured:
             torch.cuda.empty_cache()  # until then, nothing else can use the memory of the graphs' pool
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...model.batch import ModelBatch
+from ...model.batch import ModelBatch, sent
 from ...model.draft_rows import DraftRows
 from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host
@@ -60,12 +60,11 @@ class RunAhead(GraphLauncher):
             if produced is not None:
                 places = batch.tokens.made.numpy()[:, None] + np.arange(burst.times)  # [rows, times]
                 return self._copied(sampling, produced.tokens, produced.noted, places % produced.tokens.shape[1])
-        batch = self.seats.fill_in(batch)
         tokens = batch.tokens
-        logits = self.runner.step(batch)
+        logits = self.runner.step(batch, self.seats)
         if not sampling:
             return lambda: np.empty((0, 1), dtype=np.int64)
-        picked = self.pick(logits, tokens.sample_seats, tokens.made)
+        picked = self._picked(logits, batch)
         self.seats.store(tokens.sample_seats, picked)
         noted = None
         if self.notes is not None:
@@ -83,9 +82,8 @@ class RunAhead(GraphLauncher):
             places = batch.tokens.made.numpy()[:, None] % produced.tokens.shape[1]
             seen = self._seen(produced.tokens, produced.noted, places, rows.places)
         else:
-            tokens = (batch := batch.to(self.seats.last.device)).tokens
             logits = self.runner.step(batch)
-            picked = self.pick(logits, tokens.sample_seats, tokens.made)
+            picked = self._picked(logits, batch)
             noted = None
             if self.notes is not None:
                 noted = self.notes.on_device.room(len(picked))
@@ -100,6 +98,10 @@ class RunAhead(GraphLauncher):
             return found
 
         return wait
+
+    def _picked(self, logits: torch.Tensor, batch: ModelBatch) -> torch.Tensor:  # [samples] int64
+        tokens, device = batch.tokens, self.seats.last.device
+        return self.pick(logits, sent(tokens.sample_seats, device), sent(tokens.made, device))
 
     def _copied(
         self,

@@ -7,11 +7,11 @@ its last token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from ...model.batch import ModelBatch
+from ...model.batch import TokenBatch, sent
 from ...planning.requests_and_prefixes import Request
 
 _PAD = -2  # fills up short sets of tokens; -1 would not do: it stands where no token was picked
@@ -28,7 +28,7 @@ class Seats:
     keep_tokens: bool = True  # otherwise nothing is in `last`, and batches have the tokens
 
     @classmethod
-    def of(cls, stop_tokens: Sequence[frozenset[int]], device: torch.device) -> Seats:
+    def of(cls, stop_tokens: Sequence[frozenset[int]], device: torch.device, keep_tokens: bool = True) -> Seats:
         """``stop_tokens``: of each request, the tokens that end it."""
         sets = {tokens: number for number, tokens in enumerate(dict.fromkeys(stop_tokens))} or {frozenset(): 0}
         most = max(map(len, sets))
@@ -40,12 +40,8 @@ class Seats:
                 torch.zeros(len(which), dtype=torch.bool, device=device),
                 torch.tensor(eos if len(sets) > 1 else eos[0], dtype=torch.long, device="cpu").to(device),
                 torch.tensor(which, dtype=torch.int32, device="cpu").to(device) if len(sets) > 1 else None,
+                keep_tokens,
             )
-
-    @classmethod
-    def none(cls, device: torch.device) -> Seats:
-        """For rows whose tokens the host knows before each step."""
-        return replace(cls.of([], device), keep_tokens=False)
 
     @property
     def any_eos(self) -> bool:
@@ -53,22 +49,25 @@ class Seats:
 
     def put(self, requests: Sequence[Request]) -> None:
         """Set the seats of requests that go on, whose tokens the host has all seen."""
-        numbers = [[request.seat, request.generated[-1]] for request in requests if request.generated]
+        numbers = [(request.seat, request.generated[-1]) for request in requests if request.generated]
         if numbers:
-            seats, tokens = torch.tensor(numbers, device=self.last.device).T
-            self.last[seats] = tokens
-            self.ended[seats] = False
+            self.set(numbers)
 
-    def fill_in(self, batch: ModelBatch) -> ModelBatch:
-        """The batch on the device, where decode rows go on from the tokens at their seats."""
-        batch = batch.to(self.last.device)
-        rows = len(batch.tokens.row_seats)
+    def set(self, numbers: Sequence[tuple[int, int]]) -> None:
+        """``numbers``: seats, and the token of each."""
+        seats, tokens = torch.tensor(numbers, device=self.last.device).T
+        self.last[seats] = tokens
+        self.ended[seats] = False
+
+    def fill_in(self, tokens: TokenBatch) -> None:
+        """Decode rows of a batch on the device go on from the tokens at their seats."""
+        rows = len(tokens.row_seats)
         if rows and self.keep_tokens:
-            batch.tokens.input_ids[:rows] = self.last[batch.tokens.row_seats]
-        return batch
+            tokens.input_ids[:rows] = self.last[tokens.row_seats]
 
     def store(self, seats: torch.Tensor, picked: torch.Tensor) -> None:
-        """Keep the tokens that a step has picked for the requests at ``seats``; -1 for no token."""
+        """Keep the tokens that a step has picked for the requests at ``seats``, a host's tensor; -1 for no token."""
+        seats = sent(seats, self.last.device)
         self.last[seats] = picked.clamp(min=0)  # the next step may be launched already, and looks it up
         if self.any_eos:
             eos = self.eos if self.which is None else self.eos[self.which[seats]]

@@ -132,7 +132,8 @@ class StepByStep(GraphLauncher):
                 launched.tokens = torch.empty(0, dtype=torch.long, device=self.device)
             launched.logits = None
         seats = [launched.sampling[row].seat for row in launched.rows]
-        self.seats.store(to_device(np.array(seats, dtype=np.int64), self.device), launched.tokens)
+        on_host = torch.tensor(seats, dtype=torch.long, device="cpu", pin_memory=self.device.type == "cuda")
+        self.seats.store(on_host, launched.tokens)
         launched.picked = start_copy_to_host(launched.tokens)
 
     def _picked(self, logits: torch.Tensor, going: list[Request]) -> torch.Tensor:  # [going] int64

@@ -50,7 +50,7 @@ class StepsAsGraphs:
     def start(self, requests: Sequence[Request], most_rows: int) -> None:
         """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
         if self.graphs is not None:
-            self.graphs.model_may_have_changed = True  # its adapter has
+            self.graphs.owner_had_control()  # its adapter has changed
 
     @property
     def most_times(self) -> int:
@@ -71,7 +71,7 @@ class StepsAsGraphs:
             if produced is not None:
                 assert produced.logits is not None
                 return produced.logits
-        return self.runner.step(self.seats.fill_in(batch))
+        return self.runner.step(batch, self.seats)
 
     @contextmanager
     def owners_turn(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ class StepsAsGraphs:
     def owner_had_control(self) -> None:
         """Code of the user's has run: it may have put other memory below the model's weights."""
         if self.graphs is not None:
-            self.graphs.model_may_have_changed = True
+            self.graphs.owner_had_control()
 
     def put_back(self, step: Step) -> None:
         with torch.cuda.stream(self._stream), self.runner.surroundings():  # which are those of the stream

@@ -85,7 +85,7 @@ class Assistant:
         use, device = self._use, self._use.device
         self._pick, self._put_larger_back = pick, put_larger_back
         self._runner = use.run_over(self._storage)
-        none = replace(Seats.of([frozenset()] * seats, device), keep_tokens=False)
+        none = Seats.of([frozenset()] * seats, device, keep_tokens=False)
         advance = sampling_kernels(device, use.kernels_by_name).advance
         graphs = graphs_for(
             self._config, self._runner, none, pick.in_graphs, advance, MOST_GUESSED, self._notices, None
