@@ -11,8 +11,6 @@ from transformers import GenerationConfig
 
 from .config import BatchConfig
 from .engine.checks import JobChecks
-from .engine.generate_calls import GenerateCalls
-from .engine.scoring.score_calls import ScoreCalls
 from .engine.unfinished import with_texts
 from .inputs.adapters import AS_IT_IS
 from .inputs.config_fields import ConfigFields, shows_config_fields
@@ -20,6 +18,7 @@ from .inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from .inputs.seeds import Seeds
 from .inputs.short_tracebacks import with_short_tracebacks
 from .installed_versions import warn_of_versions
+from .parallel.together import TogetherCalls
 from .patches.first_calls import call_functions_once
 from .results.generations import BatchResult, Generation
 from .results.missing_names import OF_A_GENERATOR, no_such
@@ -27,7 +26,7 @@ from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
 
 
-class BatchGenerator(GenerateCalls, ScoreCalls):
+class BatchGenerator(TogetherCalls):
     """Generates for a whole list of prompts at once, with the transformers model that you already hold.
 
         gen = BatchGenerator(model, tokenizer)

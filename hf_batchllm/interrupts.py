@@ -95,6 +95,25 @@ def held_back() -> Iterator[None]:
         _here.held -= 1
 
 
+class _HeldBack(Interrupts):
+    def act(self) -> None:
+        """Not before the end."""
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """An interrupt waits for the end of the block, in layers, too; after an error it is dropped."""
+    held = _HeldBack()
+    held.begin()
+    try:
+        yield
+    except BaseException:
+        held._came = None
+        raise
+    finally:
+        held.end(None)
+
+
 @contextmanager
 def users_handler() -> Iterator[None]:
     """While code of the user's runs, their handler is in force."""

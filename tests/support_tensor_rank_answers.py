@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -41,21 +43,18 @@ def options(name: str) -> Any:
         "seeds": {**SAMPLED, "seed": list(range(len(prompts)))},
         "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
         "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        "own processor": {"logits_processor": [Shifted(RANK)]},
-        "own criterion": {"stopping_criteria": [EndsAfterEven(RANK)]},
-        "own processor of beams": {"num_beams": 3, "logits_processor": [Shifted(RANK)]},
-        "own criterion of beams": {"num_beams": 3, "stopping_criteria": [EndsAfterEven(RANK)]},
+        "own processor": {"logits_processor": [Shifted()]},
+        "own criterion": {"stopping_criteria": [EndsAfterEven()]},
+        "own processor of beams": {"num_beams": 3, "logits_processor": [Shifted()]},
+        "own criterion of beams": {"num_beams": 3, "stopping_criteria": [EndsAfterEven()]},
         "long": {"max_new_tokens": 30},
     }
     with BatchGenerator(model, page_size=16) as gen, BatchGenerator(whole, page_size=16) as one:
         for kind, some in given.items():
             asked: dict[str, Any] = {"max_new_tokens": 6, **QUIET, **some}
             ours = gen.generate(prompts, **asked)
-            if kind.startswith("own processor"):  # what the first rank's say counts
-                asked["logits_processor"] = [Shifted(0)]
-            if kind.startswith("own criterion"):
-                asked["stopping_criteria"] = [EndsAfterEven(0)]
-            wanted = one.generate(prompts, **asked)
+            with as_the_first():  # what its processors and criteria say counts
+                wanted = one.generate(prompts, **asked)
             assert ours.token_ids == wanted.token_ids, kind
             for mine, other in zip(ours, wanted, strict=True):
                 for place, at in zip(mine.logprobs or [], other.logprobs or [], strict=True):
@@ -109,24 +108,30 @@ def kept_prefixes(name: str) -> Any:
     return True
 
 
+_says = [RANK]
+
+
+@contextmanager
+def as_the_first() -> Iterator[None]:
+    _says[0] = 0
+    try:
+        yield
+    finally:
+        _says[0] = RANK
+
+
 class Shifted(LogitsProcessor):
     """Says something else on each rank."""
 
-    def __init__(self, by: int) -> None:
-        self.by = by
-
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        return scores.roll(1 + self.by, dims=-1)
+        return scores.roll(1 + _says[0], dims=-1)
 
 
 class EndsAfterEven(StoppingCriteria):
     """On the first rank, and after an odd one on the second."""
 
-    def __init__(self, odd: int) -> None:
-        self.odd = odd
-
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return input_ids[:, -1] % 2 == self.odd
+        return input_ids[:, -1] % 2 == _says[0]
 
 
 def accelerates(name: str) -> Any:
@@ -148,6 +153,23 @@ def elsewhere(name: str) -> Any:
             error_of(lambda: RankGenerator(model)),
             error_of(lambda: run_file(gen, FOLDER / "in.jsonl", FOLDER / "out.jsonl", max_new_tokens=3)),
         ]
+
+
+def runs_the_model(name: str) -> Any:
+    """What runs it between steps: the others would not, and it would wait for them."""
+    model = sharded(name)
+
+    def runs(ids: Any, scores: Any) -> Any:
+        model(ids)
+        return scores
+
+    with BatchGenerator(model) as gen:
+        asked: dict[str, Any] = {"max_new_tokens": 4, **QUIET}
+        found = [
+            error_of(lambda: gen.generate([[1, 2, 3]], logits_processor=[runs], **asked)),
+            error_of(lambda: gen.generate([[1, 2, 3]], guidance_scale=1.5, **asked)),
+        ]
+        return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
 
 
 def refused(name: str) -> Any:

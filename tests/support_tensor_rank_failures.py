@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_tensor_ranks import DEVICE, FOLDER, FOUND, QUIET, RANK, RANKS, error_of, sharded
+from support_tensor_ranks import DEVICE, FOLDER, FOUND, QUIET, RANK, RANKS, error_of, group_of, sharded
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.model.inspection import architecture
@@ -56,7 +56,7 @@ def streams(name: str) -> Any:
 
     with BatchGenerator(model) as gen, BatchGenerator(model) as other, pytest.MonkeyPatch.context() as patch:
         errors = [error_of(lambda: left([[], [1, 2, 3]], slow=0, on_error="record"))]
-        patch.setattr(gen.architecture.ranks._watch, "_grace", 0.3)
+        patch.setattr(group_of(gen).watch, "_grace", 0.3)
         errors.append(error_of(lambda: left([[1, 2, 3]] * 4, slow=1.0)))
         before = signal.getsignal(signal.SIGINT)
         first, second = (each.stream([[1, 2, 3]] * 4, max_new_tokens=5) for each in (gen, other))
@@ -84,10 +84,10 @@ def interrupted(name: str) -> Any:
 
 
 def one_fails(name: str) -> Any:
-    """By a bad prompt, in a processor, in a bar's place between steps, and while it streams."""
+    """By a bad prompt, in a processor of the first one, and while it streams."""
 
     def failing(ids: Any, scores: Any) -> Any:
-        if RANK == 1 and ids.shape[1] > 5:
+        if RANK == 0 and ids.shape[1] > 5:
             raise ValueError("no more of this")
         return scores
 
@@ -110,18 +110,22 @@ def one_is_gone(name: str) -> Any:
     """For good, in the midst of its work. torchrun ends the others then, which is not waited for here."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def dying(ids: Any, scores: Any) -> Any:
-        """Between two steps: gloo itself may wait for ever where one is killed while numbers are on their way."""
-        if RANK == 1 and ids.shape[1] > 30:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return scores
+    own, steps = ModelRunner.launch, []
 
-    given = {"logits_processor": [dying]} if DEVICE == "cpu" else {}
-    with BatchGenerator(sharded(name or "llama")) as gen:
+    def dying(*given: Any) -> Any:
+        """Between two steps: gloo itself may wait for ever where one is killed while numbers are on their way."""
+        steps.append(1)
+        if RANK == 1 and len(steps) > 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*given)
+
+    with BatchGenerator(sharded(name or "llama")) as gen, pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setattr(ModelRunner, "launch", dying)
         if RANK == 1 and DEVICE != "cpu":
             threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
         began = time.monotonic()
-        error = error_of(lambda: gen.generate([[1, 2]] * 8, max_new_tokens=100_000, **given, **QUIET))
+        error = error_of(lambda: gen.generate([[1, 2]] * 8, max_new_tokens=100_000, **QUIET))
         took = time.monotonic() - began
     (FOLDER / str(RANK)).write_bytes(pickle.dumps({**FOUND, "one_is_gone": (error, took)}))
     os._exit(0)
@@ -129,7 +133,7 @@ def one_is_gone(name: str) -> Any:
 
 def failing_fourth_step(patch: pytest.MonkeyPatch, others: Callable[[], Any]) -> None:
     """The second rank fails in the middle of its fourth step, where the others do something else."""
-    own, steps = ModelRunner.step, []
+    own, steps = ModelRunner.launch, []
 
     def step(self: ModelRunner, *given: Any) -> Any:
         steps.append(1)
@@ -140,7 +144,7 @@ def failing_fourth_step(patch: pytest.MonkeyPatch, others: Callable[[], Any]) ->
         others()
         return torch.zeros(1, 101)
 
-    patch.setattr(ModelRunner, "step", step)
+    patch.setattr(ModelRunner, "launch", step)
 
 
 def one_fails_in_a_step(name: str) -> Any:
@@ -151,8 +155,7 @@ def one_fails_in_a_step(name: str) -> Any:
         assert released.wait(60)
 
     with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
-        watch = gen.architecture.ranks._watch
-        assert watch is not None
+        watch = group_of(gen).watch
         patch.setattr(watch, "_release", released.set)
         patch.setattr(watch, "_grace", 0.5)
         failing_fourth_step(patch, wait)
@@ -167,9 +170,15 @@ def one_fails_before_its_device(name: str) -> Any:
     """It has launched less of a step than the others, which hear of it by themselves."""
     model = sharded(name)
     with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
-        ranks = gen.architecture.ranks
-        # Of what was to be exchanged, the device waits for the first.
-        failing_fourth_step(patch, lambda: patch.setattr(ranks, "_exchanged", lambda: 1000))
+        group = group_of(gen)
+
+        def others() -> None:
+            """Of what was to be exchanged, the device waits for the first. On a CPU the host itself would wait."""
+            while RANK == 0 and not group.waiting(1):
+                time.sleep(0.01)
+            patch.setattr(group, "_exchanged", lambda: 1000)
+
+        failing_fourth_step(patch, others)
         first = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
         patch.undo()
         return first, error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET))
@@ -180,7 +189,7 @@ def looked_at_alike(name: str) -> Any:
     model, error = sharded(name), ValueError("no more of this")
 
     def failing(ids: Any, scores: Any) -> Any:
-        if RANK:
+        if RANK == 0:
             raise error
         return scores
 

@@ -17,8 +17,9 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.steps_as_graphs import GraphLauncher
-from hf_batchllm.model import device_memory, tensor_ranks
+from hf_batchllm.model import device_memory
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.parallel import group
 
 
 @over_twins
@@ -132,7 +133,7 @@ def disagreeing(name: str) -> Any:
 
 
 def different_ways(name: str) -> Any:
-    """What ranks exchange at the same time is not the same thing."""
+    """One draws a seed, and the other has no need of it."""
     sampled: dict[str, Any] = {"do_sample": True} if RANK else {}
     with BatchGenerator(sharded(name)) as gen:
         found = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **sampled, **QUIET))
@@ -143,7 +144,7 @@ def comes_late(name: str) -> Any:
     """To a call that the first rank waits for."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        patch.setattr(tensor_ranks, "_PATIENCE", 0.3)
+        patch.setattr(group, "_PATIENCE", 0.3)
         with BatchGenerator(sharded(name)) as gen:
             for _ in range(2):
                 time.sleep(0.9 * RANK)

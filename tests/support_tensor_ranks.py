@@ -63,6 +63,11 @@ def over_twins(case: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def group_of(gen: Any) -> Any:
+    """The processes that have the model of a generator together."""
+    return gen._resources.devices.group
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()

@@ -16,7 +16,7 @@ from support_kernels import DEVICE, INTERPRETED, kernel
 
 from hf_batchllm.kernels.reference import rank_sums_torch
 from hf_batchllm.kernels.triton import rank_sums_triton
-from hf_batchllm.model.peer_sums import PeerSums
+from hf_batchllm.parallel.peer_sums import PeerSums
 from hf_batchllm.patches.summed_rows import GroupSums, summed_forward
 
 SIZES = [1, 4096, 4097, 3 * 8192 + 5]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-import torch
 
 from hf_batchllm.errors import RanksError
-from hf_batchllm.model import rank_watch
-from hf_batchllm.model.rank_watch import RankWatch
-from hf_batchllm.model.tensor_ranks import TensorRanks
+from hf_batchllm.parallel import rank_watch
+from hf_batchllm.parallel.group import Group
+from hf_batchllm.parallel.rank_watch import RankWatch
 
 GRACE = 0.4
 
@@ -140,18 +141,12 @@ def test_a_process_that_is_gone_while_hosts_exchange_something_ends_the_group_la
 
 def test_hosts_that_find_one_gone_end_the_group_at_once() -> None:
     """The call is over for them then, and their devices still wait."""
-
-    class Gone:
-        ReduceOp = torch.distributed.ReduceOp
-
-        def all_reduce(self, *given: Any, **named: Any) -> None:
-            raise RuntimeError("Connection closed by peer")
-
     watches, ended = two_watches()
-    ranks = TensorRanks(watch=watches[0])
-    ranks.size, ranks._dist = 2, Gone()
+    ours, theirs = socket.socketpair()
+    group = Group(0, 2, watches[0], {1: Connection(ours.detach())})
+    theirs.close()
     with pytest.raises(RanksError, match="one of the 2 ranks that run this model together is gone"):
-        ranks.meet("a step")
+        group.exchange("a step")
     assert ended[0].wait(10)
     with pytest.raises(RanksError, match=r"one of the 2 that run this .* is gone: .*start the processes"):
-        ranks.check()
+        group.check()

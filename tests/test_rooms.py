@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ ROOMS = (  # from the top down
     "integrations",
     "pool",
     "generator",
+    "parallel",
     "engine",
     "sampling",
     "model",
@@ -231,6 +233,17 @@ def test_every_folder_and_file_at_the_top_is_a_room() -> None:
 
 def test_each_room_imports_only_rooms_below_it() -> None:
     assert not upward(), "\n".join(map(str, upward()))
+
+
+def test_rooms_below_know_of_no_ranks() -> None:
+    """But for what adds up the results of layers."""
+    found = {
+        name
+        for name, path in modules().items()
+        if room(name) in ("generator", "engine", "sampling", "model", "planning")
+        if re.search(r"\branks\b|\bvotes?\b|torch\.distributed", path.read_text("utf-8"))
+    }
+    assert not found, "what several processes have to agree on belongs into parallel/"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

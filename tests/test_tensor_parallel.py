@@ -28,6 +28,7 @@ CASES = (
     "disagreeing:llama",
     "comes_late:llama",
     "elsewhere:llama",
+    "runs_the_model:llama",
     "accelerates:llama",
     "one_fails:llama",
     "different_ways:llama",
@@ -67,8 +68,8 @@ def test_ranks_agree_on_what_each_sees_differently(two: list[dict[str, Any]]) ->
     assert isinstance(first, dict), first
     assert first["memory"] == second["memory"]
     assert ["cannot be captured" in " ".join(each["capture"]) for each in (first, second)] == [False, True]
-    assert "another rank that runs this model could not capture its part" in first["capture"][0]
-    assert first["rehearsal"] == second["rehearsal"]
+    assert "another of the devices that run this model could not capture its part" in first["capture"][0]
+    assert first["rehearsal"][0] == second["rehearsal"][0]
     assert "the largest step that this call may come to does not fit" in " ".join(first["rehearsal"][1])
     (tokens, seconds), (others, _) = first["time"], second["time"]
     assert tokens == others and seconds < 100
@@ -92,21 +93,21 @@ def test_a_rank_says_that_it_waits_for_the_others_to_make_a_call(two: list[dict[
 
 
 def test_what_fails_on_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> None:
-    (others, again), (errors, again_there) = (found["one_fails:llama"] for found in two)
-    assert [each.partition(":")[0] for each in errors[:3]] == ["PromptError", "ValueError", "OSError"]
-    told = "RanksError: rank 1 of the 2 that run this model together "
-    assert all(each.startswith(told) for each in others[:3]), others
-    assert "failed: PromptError: prompt 1 is empty" in others[0]
-    assert "failed: ValueError: no more of this" in others[1]
-    assert "has left its stream" in others[2]
-    assert errors[3] == others[3]
+    (first, again), (second, again_there) = (found["one_fails:llama"] for found in two)
+    told = "RanksError: rank {} of the 2 that run this model together "
+    assert first[0].startswith(told.format(1) + "failed: PromptError: prompt 1 is empty")
+    assert second[0].startswith("PromptError")
+    assert first[1].startswith("ValueError: no more of this")
+    assert second[1].startswith(told.format(0) + "failed: ValueError: no more of this")
+    assert first[2].startswith(told.format(1) + "has left its stream")
+    assert second[2].startswith("OSError")
+    assert first[3] == second[3]
     assert again == again_there and len(again[0]) == 2
 
 
-def test_other_things_exchanged_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
+def test_a_seed_that_one_draws_and_the_other_does_not_is_an_error_on_all(two: list[dict[str, Any]]) -> None:
     (first, again), (second, again_there) = (found["different_ways:llama"] for found in two)
-    assert "at different places (this one: a seed)" in second, second
-    assert first.startswith("RanksError: the 2 ranks"), first
+    assert first == second and "have different options" in first, first
     assert again == again_there and len(again[0]) == 2
 
 
@@ -145,6 +146,14 @@ def test_ways_in_that_part_the_work_are_refused(two: list[dict[str, Any]]) -> No
         assert "spread over 2 processes, which would all write" in writes
 
 
+def test_what_would_run_the_model_on_one_of_them_is_refused(two: list[dict[str, Any]]) -> None:
+    (first, again), (second, again_there) = (found["runs_the_model:llama"] for found in two)
+    assert "code of yours ran it in one of them between two steps" in first[0], first[0]
+    assert second[0].startswith("RanksError: rank 0 of the 2 that run this model together failed: UnsupportedModel")
+    assert first[1] == second[1] and "`guidance_scale` is not supported" in first[1], first[1]
+    assert again == again_there and len(again[0]) == 2
+
+
 def test_generate_of_a_sharded_model_may_be_accelerated(two: list[dict[str, Any]]) -> None:
     assert not [found for found in two if "FAILED" in str(found["accelerates:llama"])], two[0]["accelerates:llama"]
 
@@ -165,8 +174,9 @@ def test_a_generator_is_made_by_all_or_by_none(two: list[dict[str, Any]]) -> Non
     first, second = (found["looked_at_alike:llama"] for found in two)
     told = "RanksError: rank 1 of the 2 that run this model together failed: "
     assert second[0].startswith("ZeroDivisionError") and first[0].startswith(told + "ZeroDivisionError")
-    assert all(each.startswith("ValueError") for each in second[1:])
-    assert all(each.startswith(told + "ValueError: no more of this") for each in first[1:]), first
+    assert all(each.startswith("ValueError") for each in first[1:])
+    told = "RanksError: rank 0 of the 2 that run this model together failed: ValueError: no more of this"
+    assert all(each.startswith(told) for each in second[1:]), second
 
 
 @pytest.fixture(scope="module")

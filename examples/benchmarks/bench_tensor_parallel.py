@@ -35,7 +35,9 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.bench.contenders import machine_name
 from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of, measure_rates, timed
 from hf_batchllm.bench.workload import SHAPES, Workload, load_model
-from hf_batchllm.model import peer_sums
+from hf_batchllm.notices import Notices
+from hf_batchllm.parallel import peer_sums
+from hf_batchllm.parallel.find_group import group_of
 from hf_batchllm.patches.sharded_modules import local
 
 WORKLOADS = {  # shared, own, new, degree
@@ -68,17 +70,19 @@ def floors(model: Any, asked: argparse.Namespace, device: torch.device, dtype: t
     parts = {"linear_weights": shape.linear_weights // asked.gpus, "head_weights": shape.head_weights // asked.gpus}
     shape = dataclasses.replace(shape, **parts)  # heads, and K and V, are those that are here
     rates, config = measure_rates(device, dtype), model.config
-    with BatchGenerator(model) as generator:
-        sums = generator.architecture.ranks.sums(device, lambda *_: None)
-        rows = torch.zeros(_ROWS, config.hidden_size, device=device, dtype=dtype)
+    group = group_of(model)
+    assert group is not None
+    sums = group.sums(device, Notices())
+    rows = torch.zeros(_ROWS, config.hidden_size, device=device, dtype=dtype)
 
-        def sum_up() -> None:
-            for _ in range(5):
-                sums.begin()
-                sums.total(rows)
+    def sum_up() -> None:
+        for _ in range(5):
+            sums.begin()
+            sums.total(rows)
 
-        taken = [timed(device, sum_up, free=False)[0] / 5 for _ in range(20)]
-        of_a_token = statistics.median(taken) / _ROWS
+    taken = [timed(device, sum_up, free=False)[0] / 5 for _ in range(20)]
+    of_a_token = statistics.median(taken) / _ROWS
+    group.close()
     found = {}
     for name in asked.only:
         floor = floor_of(shape, workload_of(name, asked).groups, rates)

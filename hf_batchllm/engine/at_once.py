@@ -10,7 +10,6 @@ import torch
 
 from ..model.batch import ModelBatch
 from ..model.runner import ModelRunner
-from ..model.tensor_ranks import TensorRanks
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Step
 from .loop import Launcher
@@ -26,10 +25,8 @@ class AtOnce(Launcher):
         sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
         timekeeper: Timekeeper,
         may_pick_again: Callable[[Sequence[Request]], bool] = lambda _: True,
-        ranks: TensorRanks | None = None,
         runs_model: bool = False,  # whether picking may: with code of the user's, or guidance
     ) -> None:
-        self._ranks = ranks or TensorRanks()
         self._runs_model = runs_model
         self.runner = runner
         self.sampler = sampler
@@ -61,7 +58,6 @@ class AtOnce(Launcher):
     def _picked(self, logits: torch.Tensor, requests: Sequence[Request]) -> np.ndarray:  # [requests, 1]
         with self.runner.control.users_turn() if self._runs_model else nullcontext():
             tokens = self.sampler(logits, requests) if requests else []
-        tokens = self._ranks.of_first("picked tokens", tokens)
         return np.array(tokens, dtype=np.int64)[:, None]
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:

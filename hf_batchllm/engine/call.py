@@ -11,7 +11,6 @@ from functools import partial
 from ..errors import PromptError
 from ..interrupts import Interrupts
 from ..model.device_memory import is_device_error
-from ..model.tensor_ranks import News
 from ..planning.call_plan import CallPlan
 from ..planning.claims import Claims
 from ..planning.lineup import Lineup
@@ -20,7 +19,7 @@ from .adapter_turns import AdapterTurns
 from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .job import Job
-from .look import look_at_plan, ranks_must_agree, try_model
+from .look import look_at_plan, try_model
 from .loop import Engine, Watch
 from .parts import Parts
 from .resources import Resources
@@ -55,15 +54,13 @@ class Call:
         self,
         resources: Resources,
         claims: Claims | None = None,  # where several processes run the call
-        news: News | None = None,  # where ranks have the model together, and the first one hears of something meanwhile
         began: float | None = None,  # when the call did, if that was elsewhere
     ) -> None:
         self.resources = resources
         self.use = resources.model_in_use()
-        self.ranks = resources.architecture.ranks
         self.timekeeper = Timekeeper(ahead=self.use.device.type == "cuda")
         self.stage = Stage.NEW
-        self._claims, self._news = claims, news
+        self._claims = claims
         self._began = began or time.time()
         self._interrupts = Interrupts()
         self._adapters: AdapterTurns | None = None
@@ -88,8 +85,6 @@ class Call:
 
     def _look(self) -> None:
         """Can this model be used as it is now?"""
-        self._began = self.ranks.latest("when the call began", self._began)  # as ``generate`` measures ``max_time``
-        ranks_must_agree(self.job, self.resources)
         self.resources.kv.start()
         self.use.check()
 
@@ -106,7 +101,6 @@ class Call:
 
     def _open(self) -> None:
         """Fuse the model's layers, try them, and take the memory of the call."""
-        self.ranks.start()
         try_model(self.use, self.plan, self.memory.images, self.resources)
         self._held.callback(self.memory.close)
         self.memory.open_assistant()
@@ -171,20 +165,16 @@ class Call:
         requests, run = self.lineup.requests, self.engine.run
         if self.job.feed is not None:
             run = partial(self.job.feed.along, run, requests, self._outside)
-        with self.ranks.interrupts(self._news) as meet:
-            if self.ranks.size > 1:
-                self.engine.meet, self.engine.after_waiting = meet, self.ranks.check
-            else:
-                self._interrupts.begin()
-            try:
-                for turn in self._adapters.turns(requests):
-                    self.use.put_back()  # the next adapter's steps put another one in
-                    if len(turn) < len(requests):
-                        self.engine.collector.endings.take_turn(turn)
-                    self.engine.start(turn, self.memory.cache, self.memory.step_tokens, self._claims)
-                    yield from run(watch)
-            finally:
-                self.use.put_back()
+        self._interrupts.begin()
+        try:
+            for turn in self._adapters.turns(requests):
+                self.use.put_back()  # the next adapter's steps put another one in
+                if len(turn) < len(requests):
+                    self.engine.collector.endings.take_turn(turn)
+                self.engine.start(turn, self.memory.cache, self.memory.step_tokens, self._claims)
+                yield from run(watch)
+        finally:
+            self.use.put_back()
         self.engine.check_finished()
         self.timekeeper.switch("outside")
         self.stage = Stage.COMPLETE
@@ -201,10 +191,8 @@ class Call:
         self.use.put_back()
         self.timekeeper.switch("outside")
         self._interrupts.pause()
-        with self.ranks.owner_in_control():
-            yield
-        if self.ranks.size == 1:
-            self._interrupts.begin()
+        yield
+        self._interrupts.begin()
         self.engine.launcher.owner_had_control()
         self.memory.owner_had_control()
         self.timekeeper.switch("results")
@@ -215,8 +203,7 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        if self.ranks.size == 1:
-            self._interrupts.leave()
+        self._interrupts.leave()
         try:
             self._leave(kind, error)
         finally:

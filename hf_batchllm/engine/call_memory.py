@@ -52,9 +52,7 @@ class CallMemory:
         """The most tokens of a step."""
         budget = self._config.max_batch_tokens
         if budget is None:
-            ranks = self._use.architecture.ranks
             budget = tokens_in_a_step(self._use.model, self._use.device, self._kv.within_reach())
-            budget = ranks.least("tokens in a step", budget)
         config, job = self._config, self._job
         in_order = config.scheduler == "groups" and not config.keep_prefixes and job.adapters is None
         most = self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)
@@ -63,7 +61,7 @@ class CallMemory:
     def open_assistant(self) -> None:
         """Before the cache, which takes the memory that is left."""
         job, use = self._job, self._use
-        given = None if job.widths is not None or use.architecture.ranks.size > 1 else job.assistant
+        given = None if job.widths is not None or use.architecture.parts > 1 else job.assistant
         known = self._resources.assistants.of(given, use.model, use.architecture)
         if known is None:
             return

@@ -34,6 +34,7 @@ class Calls:
     """The calls of one generator. Those that have ended leave ``last_report`` and ``interrupted`` behind."""
 
     _kind_of_checks = JobChecks  # decides whether a call can be served
+    _kind_of_call: type[Call] = Call
     _at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
@@ -41,12 +42,15 @@ class Calls:
         self._model = without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(self._model))
         self._checks = self._kind_of_checks(self._model, self._tokenizer, self._notices)
-        self._resources = Resources(self._model, config, self._notices, Devices())
+        self._resources = self._resources_for(config)
         self._resources.check(is_compiled=self._model is not model)
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
         self._is_running = False
         self._closed = False
+
+    def _resources_for(self, config: BatchConfig) -> Resources:
+        return Resources(self._model, config, self._notices, Devices())
 
     @property
     def architecture(self) -> Architecture:
@@ -94,7 +98,7 @@ class Calls:
             raise GeneratorBusyError(f"{_STILL_RUNNING}. One call at a time")
         try:
             own["_is_running"] = True  # nothing comes between the test above and this
-            with self._new_call() as call, self.architecture.ranks.failing_together():
+            with self._new_call() as call:
                 yield call
         finally:
             own["_is_running"] = False
@@ -103,7 +107,7 @@ class Calls:
         """``of_several``: what a call has that several processes run together."""
         self.last_report = None
         self._resources.look_again()
-        return Call(self._resources, **of_several)
+        return self._kind_of_call(self._resources, **of_several)
 
     # -- results -----------------------------------------------------------------------------------------------
 

@@ -76,10 +76,11 @@ class JobChecks:
         config, places = base_model(self._model).config, list(limits)
         reaches = (Reach(place, len(prompt), limits[place]) for place, prompt in zip(places, good, strict=True))
         warn_beyond_context(config, reaches, count, architecture.name, self._notices)
+        drawn = False
         if not any(each.do_sample for each in options):
             seeds = None
         elif seeds is None:
-            seeds = self._drawn_seed(architecture)
+            seeds, drawn = self._drawn_seed(), True
         return Job(
             prompts=good,
             places=places,
@@ -88,6 +89,7 @@ class JobChecks:
             max_new_tokens=list(limits.values()),
             can_stop=[rules[place].can_stop for place in places],
             seed=seeds,
+            seed_is_drawn=drawn,
             rules=rules,
             feed=feed,
             rows=None if padded is None else padded.ids.cpu().numpy(),
@@ -100,9 +102,9 @@ class JobChecks:
         """The options of each prompt where there is a list of configs; else a list of one."""
         return resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
 
-    def _drawn_seed(self, architecture: Architecture) -> int:
-        """Where a call samples and was given no seed. All ranks have the same."""
-        return architecture.ranks.of_first("a seed", int(torch.randint(2**63 - 1, (), device="cpu").item()))
+    def _drawn_seed(self) -> int:
+        """Where a call samples and was given no seed."""
+        return int(torch.randint(2**63 - 1, (), device="cpu").item())
 
     def _grammars(
         self, given: GivenPrompts, options: Sequence[Options], read: ReadPrompts, architecture: Architecture

@@ -25,6 +25,9 @@ from .device_loop.seats import Seats
 class Devices:
     """The device of a model that this process alone runs."""
 
+    def close(self) -> None:
+        """No call will follow."""
+
     def model_in_use(
         self, model: nn.Module, architecture: Architecture, config: BatchConfig, fusion: Fusion, notices: Notices
     ) -> ModelInUse:

@@ -39,6 +39,7 @@ class Job:
     adapters: list[str | None] | None = None  # [all prompts]; None: whatever is active, for all of them
     passed: list[AsPassed] | None = None  # [all prompts]  text and chats, for the results
     grammars: CallGrammars | None = None  # what form answers have
+    seed_is_drawn: bool = False  # as none was given
 
     def prompt_as_passed(self, index: int) -> AsPassed:
         return None if self.passed is None else self.passed[index]

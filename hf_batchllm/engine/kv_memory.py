@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ..config import BatchConfig
 from ..errors import CacheMemoryError
 from ..model.attention.kv_storage import KVStorage, kv_dtype
-from ..model.device_memory import DeviceMemory, SharedMemory, is_out_of_memory
+from ..model.device_memory import DeviceMemory, is_out_of_memory
 from ..model.inspection.architecture import Architecture
 from ..model.inspection.owners_warnings import has_owners_hooks
 from ..notices import Notices
@@ -46,7 +45,7 @@ class KVMemory:
         self._notices = notices
         self._computed_with: ComputedWith | None = None  # what the cache holds; only where prefixes are kept
         self._may_change = False  # whether custom code runs, which may compute something else in the next call
-        self.memory: DeviceMemory = self._device_memory()
+        self.memory: DeviceMemory = self._devices.memory(architecture.device)
         self.rehearsals = Rehearsals(model, config)
         self._beside: int | None = None  # bytes to leave to the call's steps, if known
         self._results = 0  # bytes to leave to tensors that the call hands out
@@ -76,14 +75,8 @@ class KVMemory:
 
     def start(self) -> None:
         """A call begins."""
-        if self.architecture.ranks.any("what the KV cache kept", self.cache is None):
-            self.clear()  # what one rank has not kept is of no use to the others
-        self.memory = self._device_memory()
+        self.memory = self._devices.memory(self.architecture.device)
         self.memory.start()
-
-    def _device_memory(self) -> DeviceMemory:
-        own, ranks = self._devices.memory(self.architecture.device), self.architecture.ranks
-        return own if ranks.size == 1 else SharedMemory(own, ranks)
 
     def open(
         self, wanted: Room, needed: Room, beside: Callable[[int], int | None], results: int = 0, depth: int = 0
@@ -170,7 +163,6 @@ class KVMemory:
         except Exception as error:  # copies of weights that do not lie in order
             if not is_out_of_memory(error):
                 raise
-        holds = not self.architecture.ranks.any("kept prefixes", not holds)
         if self.cache is not None and not holds:
             self.cache.forget_kept()
             self.clear()
@@ -340,18 +332,12 @@ class KVMemory:
             return  # a CPU hands out memory only when it is written to
         device = self.architecture.device
         dtype, architecture = kv_dtype(self._model, device), self.architecture
-        self._taken_by_all(lambda: storage.reserve(architecture.attention, dtype, device, architecture.states))
-
-    def _taken_by_all(self, take: Callable[[], None]) -> None:
-        """Memory that one rank has not is of no use to the others."""
-        another = torch.OutOfMemoryError("another rank that runs this model has no memory for its part")
-        self.architecture.ranks.on_all("room for the KV cache", take, another)
+        storage.reserve(architecture.attention, dtype, device, architecture.states)
 
     def _grow(self, room: Room, needed: Room) -> None:
         assert self.cache is not None and self.storage is not None
         try:
-            storage = self.storage
-            self._taken_by_all(lambda: storage.grow(*room))  # first: it may run out of memory
+            self.storage.grow(*room)  # first: it may run out of memory
         except Exception as error:
             if not (self.memory.taken_at_once and is_out_of_memory(error)):
                 raise

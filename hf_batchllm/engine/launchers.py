@@ -30,15 +30,13 @@ def choose_launcher(parts: Parts, scheduler: BaseScheduler) -> Chosen:
     if depth is None:
         depth = 1
         if device.type == "cuda":
-            depth = 2 * parts.ranks.least("steps in a row", times_in_a_row(parts.use.model, device))
+            depth = 2 * times_in_a_row(parts.use.model, device)
     picking = picking_of(parts.job, parts.use)
     longest = max((request.max_new_tokens for request in parts.requests), default=1)
     reason = why_by_host(parts.job, outputs, picking, depth)
     if reason is None:
         outputs.set_aside(longest, parts.use.architecture.head_rows, device)
         reason = outputs.why_by_host
-        if parts.ranks.any("room to pick tokens", reason is not None):
-            reason = reason or "another rank that runs this model has too little memory to do it on its device"
     if reason is not None:
         return _by_host(parts, scheduler, picking, reason)
     return _by_device(parts, scheduler, picking, depth, longest)
@@ -56,7 +54,7 @@ def _by_host(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, reas
         jump = ForcedTokens(sampler.grammars, job.rules, job.options)
     around, may_repeat = outputs.around(sampler), sampler.may_repeat
     if not picking.in_graphs:
-        return AtOnce(parts.runner, around, parts.timekeeper, may_repeat, parts.ranks, job.picks_by_model), 1, jump
+        return AtOnce(parts.runner, around, parts.timekeeper, may_repeat, job.picks_by_model), 1, jump
     seats = parts.devices.seats([frozenset()] * len(parts.requests), device)
     launcher = StepByStep(
         parts.runner, around if around is not sampler else sampler.without_waiting, sampler.prepare, may_repeat,
@@ -69,7 +67,7 @@ def _by_host(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, reas
 
 def _by_device(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, depth: int, longest: int) -> Chosen:
     outputs, config, device = parts.outputs, parts.config, parts.use.device
-    pick, advance = picking.on_device(parts.requests, outputs.wants_scores, outputs.tensors, parts.ranks)
+    pick, advance = picking.on_device(parts.requests, outputs.wants_scores, outputs.tensors)
     seats = parts.devices.seats([parts.job.rules[request.index].stop_tokens for request in parts.requests], device)
     # One burst runs, one waits for its turn.
     times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if scheduler.runs_ahead else 1

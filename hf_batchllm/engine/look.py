@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..inputs.plain_values import plain, plain_options
 from ..inputs.prompts import longest_uncut
 from ..model.image_features import ImageFeatures
 from ..model.inspection.invariance import refuse_calls_that_vary
@@ -13,18 +12,6 @@ from .call_outputs import CallOutputs
 from .invariance_trial import refuse_by_trial, try_wide_passes
 from .job import Job
 from .resources import Resources
-
-
-def ranks_must_agree(job: Job, resources: Resources) -> None:
-    """Ranks that run the model together each have to be asked for the same."""
-    ranks = resources.architecture.ranks
-    if ranks.size == 1:
-        return  # to write it all down takes time
-    ranks.must_agree("prompts", (prompt.keys.tobytes() + repr(prompt.key).encode() for prompt in job.prompts))
-    forms = None if job.grammars is None else plain(job.grammars.each)
-    asked = job.places, job.max_new_tokens, job.seed, job.runs, job.widths, job.can_stop, forms
-    ranks.must_agree("options", [repr(asked).encode(), repr(plain_options(job.options)).encode()])
-    ranks.must_agree("settings of their BatchGenerator", [repr(plain(vars(resources.config))).encode()])
 
 
 def look_at_plan(

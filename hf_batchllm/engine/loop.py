@@ -176,9 +176,6 @@ class Engine:
         self.depth = depth if scheduler.runs_ahead else 1
         # Of bursts, one runs and one waits for its turn: with more, tokens would only be seen later.
         self.most_flights = 2 if launcher.most_times > 1 else depth
-        # Called before each step with what it is, where several ranks run the model together.
-        self.meet: Callable[[int], None] | None = None
-        self.after_waiting: Callable[[], None] = lambda: None  # an error where the device's numbers mean nothing
         self.steps = 0
         self.model_tokens = 0
         self._begun = False
@@ -220,8 +217,6 @@ class Engine:
                 late = [] if self.smaller.waiting else self.collector.endings.late()
                 with self._schedulers_turn():
                     step = None if late else self._next(in_flight=bool(flights))
-                if self.meet is not None:
-                    self.meet(len(late) if step is None else step.number())
                 finished: list[Request] = []
                 if step is not None:
                     self._try(step, flights)
@@ -234,7 +229,6 @@ class Engine:
                     flight = flights[0]  # left in the queue: an error in between must find it
                     switch("model")
                     found = flight.wait()
-                    self.after_waiting()
                     finished, new_tokens = self.collector.collect(flight, found)
                     flights.popleft()
                     self.launcher.tokens_were_seen()

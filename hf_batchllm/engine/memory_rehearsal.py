@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import BatchConfig
+from ..errors import RanksError
 from ..inputs.base_model import base_model
 from ..inputs.prompts import Prompt
 from ..model.attention.kv_storage import KVStorage
@@ -33,7 +33,6 @@ from ..results.sharing_plan import SharingPlan
 from ..sampling.host_sampler import SCORES_AT_ONCE
 from .device_loop.graph_sizes import size_of, sizes_up_to
 
-_OBJECTS, _NO_MEMORY = 1, 2  # how a step may fail
 _LONGEST = 1024  # tokens of a sequence in the rehearsal, which needs as many slots of a cache
 _MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit the next
 _UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
@@ -141,8 +140,6 @@ class Rehearsals:
         if key in self._unknown:
             return None
         found = _rehearsed(runner, backend.storage, step, memory)
-        if found is not None:
-            found = architecture.ranks.most("what a step takes", found)
         if not backend.does_all:
             found = None  # some layers run in plain PyTorch, whose memory depends on the sequences
         if cast is None:  # autocast keeps copies of weights until its block ends; the next block makes them again
@@ -189,16 +186,11 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
     batch = builder.build(_made_up(step, storage.num_pages, storage.page_size))
     memory.trim()
     memory.mark()
-    failed: Exception | None = None
     try:
         runner.try_step(batch)
     except Exception as error:
-        failed = error
-    how_badly = 0 if failed is None else _NO_MEMORY if is_out_of_memory(failed) else _OBJECTS
-    worst = runner.architecture.ranks.failed("a step that is tried", how_badly, failed)
-    if worst == _NO_MEMORY:
-        raise failed if how_badly == worst and failed else torch.OutOfMemoryError("another rank has no memory for it")
-    if worst == _OBJECTS:
+        if is_out_of_memory(error) or isinstance(error, RanksError):
+            raise
         return None  # the model objects to these made-up tokens: only its errors about real ones count
     peak = memory.peak()
     memory.trim()

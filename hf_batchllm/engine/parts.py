@@ -10,7 +10,6 @@ from ..config import BatchConfig
 from ..model.batch_builder import BatchBuilder
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
-from ..model.tensor_ranks import TensorRanks
 from ..notices import Notices
 from ..planning.base_scheduler import BaseScheduler
 from ..planning.paged_cache import PagedCache
@@ -45,10 +44,6 @@ class Parts:
     assistant: Assistant | None  # which guesses tokens
 
     @property
-    def ranks(self) -> TensorRanks:
-        return self.use.architecture.ranks
-
-    @property
     def schedulers_turn(self) -> Callable[[], AbstractContextManager[None]]:
         """Around the scheduler, where that is the user's."""
         return nullcontext if isinstance(self.config.scheduler, str) else self.runner.control.users_turn
@@ -56,6 +51,6 @@ class Parts:
     def engine(
         self, scheduler: BaseScheduler, builder: BatchBuilder, launcher: Launcher, collector: Collector, depth: int
     ) -> Engine:
-        carries_states, alone = bool(self.use.architecture.states), self.ranks.size == 1
+        carries_states, alone = bool(self.use.architecture.states), self.use.architecture.parts == 1
         smaller = SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states, alone)
         return Engine(scheduler, builder, launcher, collector, depth, self.timekeeper, smaller, self.schedulers_turn)

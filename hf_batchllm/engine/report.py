@@ -23,7 +23,7 @@ def progress_of(call: Call, wanted: bool | None) -> AbstractContextManager[Progr
         answers,
         to_compute,
         1 - to_compute / max(lengths, 1),
-        wanted if call.ranks.leads else False,
+        wanted,
         lambda: StepCosts(on_gpu, cost_of_head(use.model, use.architecture.vocab_size)),
         rows=len(answers) * min(1.0, call.memory.cache.num_pages / max(plan.pages_at_once, 1)),
         scores=None if counts is None else counts.scores,

@@ -42,8 +42,7 @@ class Resources:
 
     def look_again(self) -> None:
         """A call begins: the user may have changed the model since the last one."""
-        with self.architecture.ranks.failing_together(ends=False):
-            self.architecture = self.kv.architecture = look_again(self.architecture, self.model)
+        self.architecture = self.kv.architecture = look_again(self.architecture, self.model)
 
     def model_in_use(self) -> ModelInUse:
         """The model for the length of a call."""
@@ -55,4 +54,4 @@ class Resources:
         self.earlier.forget()
         self.fusion.unmerge()
         self.assistants.close()
-        self.architecture.ranks.close()
+        self.devices.close()

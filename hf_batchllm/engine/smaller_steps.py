@@ -31,8 +31,8 @@ class SmallerSteps:
     has moved some of them on, so it is not run again. And a unit does not run beside the one whose state it begins
     with: the schedulers here see to that, others need not.
 
-    ``alone``: whether no other rank has a part of the model. Others are in the midst of a step that one has no memory
-    for, so it cannot run again.
+    ``alone``: whether no other process has a part of the model. Others are in the midst of a step that one has no
+    memory for, so it cannot run again.
     """
 
     def __init__(

@@ -65,8 +65,7 @@ def _endings(parts: Parts, scheduler: BaseScheduler) -> Endings:
             "still gets a token: see `ends_waiting` in hf_batchllm.BaseScheduler",
         )
     scores = None if tensors is None else tensors.scores_of
-    device, ranks = parts.use.device, parts.ranks
-    return Endings(parts.requests, job.rules, parts.began, device, by_token, scores, rows=job.rows, ranks=ranks)
+    return Endings(parts.requests, job.rules, parts.began, parts.use.device, by_token, scores, rows=job.rows)
 
 
 def scheduler_for(choice: str | BaseScheduler, device: torch.device) -> BaseScheduler:

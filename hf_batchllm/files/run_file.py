@@ -100,11 +100,11 @@ def run_file(
     """
     if not isinstance(gen, BatchGenerator | GeneratorPool | RankGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
-    if isinstance(gen, BatchGenerator) and gen.architecture.ranks.size > 1:
+    if isinstance(gen, BatchGenerator) and gen.architecture.parts > 1:
         raise FilesError(
-            f"{gen.architecture.name} is spread over {gen.architecture.ranks.size} processes, which would all write "
+            f"{gen.architecture.name} is spread over {gen.architecture.parts} processes, which would all write "
             f"{os.fspath(target)}: that is not supported. Pass a GeneratorPool, which has such processes of its own: "
-            f"GeneratorPool(name, gpus={gen.architecture.ranks.size}, tp={gen.architecture.ranks.size})"
+            f"GeneratorPool(name, gpus={gen.architecture.parts}, tp={gen.architecture.parts})"
         )
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 import torch
 
-from .tensor_ranks import TensorRanks
-
 _CPU_SHARE = 0.5  # other programs need memory, too; a Mac's GPU has the same memory as they
 _OTHER_SHARE = 0.9
 
@@ -203,19 +201,6 @@ class UncountedMemory(HostMemory):
 
     def free(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0]
-
-
-class SharedMemory:
-    """As the rank has it that has least, so that all ranks plan alike."""
-
-    def __init__(self, own: DeviceMemory, ranks: TensorRanks) -> None:
-        self._own, self._ranks = own, ranks
-        self.share, self.taken_at_once = own.share, own.taken_at_once
-        self.trim, self.used, self.start = own.trim, own.used, own.start
-        self.mark, self.peak, self.highest = own.mark, own.peak, own.highest
-
-    def free(self) -> int:
-        return self._ranks.least("free memory", self._own.free())
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

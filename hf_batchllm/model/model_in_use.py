@@ -14,6 +14,7 @@ from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
 from ..patches.fixed_products import WideProducts
 from ..patches.fusion import FusedLayers, Fusion
+from ..patches.summed_rows import Sums
 from ..planning.step import Chunk
 from .attention.choose_backend import (
     check_backend,
@@ -49,18 +50,19 @@ class ModelInUse:
         self._replaced: str | None = None  # code of transformers or torch, for whose sake nothing is fused
         self.runner: ModelRunner | None = None
         self.wide_products: WideProducts | None = None  # of later runners, as an AttentionBackend has it
+        self.sums: Callable[[], Sums | None] = lambda: None  # over the parts of the model, where it is in several
 
-    def check(self) -> None:
-        """Refuse a backend that cannot be used, and say what works differently in this model."""
+    def check(self) -> list[str]:
+        """Refuse a backend that cannot be used, and say what works differently in this model.
+
+        Gives the groups of kernels that cannot be used.
+        """
         refuse_what_varies(self.model, self.architecture, self._config)
         check_backend(self._config, self.device, self._notices)
         groups = self._groups
         warn_of_refused(groups, self._config, self.device, self._notices)
         warn_of_owners_state(self.model, self._notices)
-        if self.architecture.ranks.size > 1:  # one may have had no memory for the check
-            refused = refused_groups(groups, self._config, self.device)
-            advice = 'leave more memory free, or pass `backend="torch"` on all of them'
-            self.architecture.ranks.must_agree("kernels that can be used", [repr(refused).encode()], advice)
+        return [*refused_groups(groups, self._config, self.device)]
 
     @property
     def _groups(self) -> list[str]:
@@ -78,9 +80,7 @@ class ModelInUse:
             self._replaced = next(iter(self.architecture.own_code.found.replacing), None)
         if kernels is not None and self._replaced is None:
             kernels = without_refused(kernels, self._fusion, self._config, self.device)
-            ranks = self.architecture.ranks
-            if ranks.size > 1:
-                kernels = dataclasses.replace(kernels, sums=ranks.sums(self.device, self._notices))
+            kernels = dataclasses.replace(kernels, sums=self.sums())
             self._fused = self._fusion.merge(kernels)
 
     def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -95,15 +93,6 @@ class Step:
             ends = [chunk.unit for chunk in self.chunks if chunk.samples]
             self._sampling = self.rows + [unit for unit in ends if isinstance(unit, Request)]
         return self._sampling
-
-    def number(self) -> int:
-        """Equal for equal steps, and hardly ever for others: what ranks compare that run a model together."""
-        numbers = array("q", [self.times])
-        for request in self.rows:
-            numbers += array("q", (request.index, request.sample, request.length))
-        for chunk in self.chunks:
-            numbers += array("q", (-1, chunk.begin, chunk.end))
-        return zlib.crc32(numbers.tobytes())
 
     def __iter__(self) -> Iterator[Chunk]:
         """Rows and chunks alike, as chunks."""

@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ..python_child import python_program
-from .agreed_claims import AgreedClaims
 from .messages import End, Load, Run
 
 FOLDER = "HF_BATCHLLM_GROUP"  # in the environment of such a worker: where its ranks find each other. The pool's
@@ -134,27 +133,10 @@ class Follower:
         if isinstance(message, Load):
             self._generator = message.load.open()()
         elif isinstance(message, Run):
-            part: Any = None
-            failed: Exception | None = None
-            try:
-                part = message.part.open()
-                claims = AgreedClaims(part.piece_of(message.pieces))
-            except Exception as error:  # the worker has opened it, and waits where the call begins
-                failed, claims = error, AgreedClaims({})
-
-            def begin(call: Any) -> Any:
-                if failed is not None:
-                    raise failed
-                part.begin(self._generator, call)
-                return lambda request: []
-
             self._generator.run_part(
-                begin,
+                lambda call: message.part.open().begin(self._generator, call),
                 lambda results: None,
                 lambda step, new_tokens: None,
-                claims=claims,
-                news=claims,
-                began=message.began,
             )
 
 

@@ -57,7 +57,7 @@ class LoadGenerator:
                 "(from transformers.distributed)"
             )
         made = PartGenerator(model, tokenizer, self.config)
-        made.loaded = fingerprint(model, made._tokenizer.found(), made.architecture.ranks)
+        made.loaded = fingerprint(model, made._tokenizer.found(), made._said_by_all)
         return made
 
 

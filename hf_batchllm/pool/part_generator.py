@@ -19,7 +19,6 @@ from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
 from ..kernels.cards import card_on
-from ..model.tensor_ranks import News
 from ..planning.claims import Claims
 from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
@@ -37,13 +36,14 @@ _NO_PLAN = plan_sharing([])
 class PartChecks(JobChecks):
     takes_images = False  # a prompt's pixels would go to the pool's process and back
 
-    def _drawn_seed(self, architecture: Any) -> int:
+    def _drawn_seed(self) -> int:
         return 0  # the pool draws one, from the random numbers of the process that calls it
 
 
 class PartGenerator(BatchGenerator):
     _kind_of_checks = PartChecks
     _at_hand = False
+    _hands_on = False
     loaded: dict[str, str] | None = None  # the fingerprint of a worker's model, which nobody changes
     _of_the_call: dict[str, Any] = {}  # noqa: RUF012 -- replaced, never changed
 
@@ -114,7 +114,6 @@ class PartGenerator(BatchGenerator):
         watch: Callable[[Step, int], None],
         *,
         claims: Claims | None = None,
-        news: News | None = None,
         began: float | None = None,  # when the call did, if that was elsewhere
         progress: bool | None = False,
     ) -> None:
@@ -122,7 +121,18 @@ class PartGenerator(BatchGenerator):
 
         ``watch``: is told of each step, and may raise. ``progress``: whether a bar is shown over this part.
         """
-        self._of_the_call = {"claims": claims, "news": news, "began": began}
+        self._together(self._run_part, begin, deliver, watch, claims, began, progress)
+
+    def _run_part(
+        self,
+        begin: Begin,
+        deliver: Callable[[list[Any]], None],
+        watch: Callable[[Step, int], None],
+        claims: Claims | None,
+        began: float | None,
+        progress: bool | None,
+    ) -> None:
+        self._of_the_call = {"claims": claims, "began": began}
         try:
             with self._taking() as call:
                 finish = begin(call)

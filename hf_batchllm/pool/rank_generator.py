@@ -63,9 +63,9 @@ class RankGenerator:
         **fields: Unpack[ConfigFields],
     ) -> None:
         self._generator = PartGenerator(model, tokenizer, config, **fields)
-        if self._generator.architecture.ranks.size > 1:
+        if self._generator.architecture.parts > 1:
             raise UnsupportedModelError(
-                f"{self._generator.architecture.name} is spread over {self._generator.architecture.ranks.size} ranks, "
+                f"{self._generator.architecture.name} is spread over {self._generator.architecture.parts} ranks, "
                 "which run one list together, and a RankGenerator gives each rank a part of the list: use "
                 "BatchGenerator(model) on each of them, with the whole list"
             )

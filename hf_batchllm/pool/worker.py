@@ -20,7 +20,6 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .agreed_claims import AgreedClaims
 from .followers import FOLDER, Followers
 from .messages import (
     Answered,
@@ -90,21 +89,14 @@ class Worker:
     def _give_up(self, message: GiveUp) -> None:
         mine: list[int] = []
         for claims in list(self._claims.get(message.call, ())):
-            if isinstance(claims, AgreedClaims) and claims.ask(message.pieces):
-                return  # the answer comes once all ranks have heard of it
-            if not isinstance(claims, AgreedClaims):
-                mine += claims.give_up(message.pieces)
+            mine += claims.give_up(message.pieces)
         self._say(GivenUp(message.call, mine))
 
     def _opened(self, message: Run) -> tuple[Any, Any]:
         """The part and its claims, which may be asked for before it runs; or an error in the place of the part."""
         try:
             part = message.part.open()
-            piece_of = part.piece_of(message.pieces)
-            if self._followers is None:
-                claims = PieceClaims(piece_of)
-            else:
-                claims = AgreedClaims(piece_of, lambda pieces: self._say(GivenUp(message.call, pieces)))
+            claims = PieceClaims(part.piece_of(message.pieces))
         except Exception as error:
             return error, None
         self._claims.setdefault(message.call, []).append(claims)
@@ -199,9 +191,8 @@ class Worker:
                     self._generator.run_part(
                         lambda call: self._begun(part, part.begin(self._generator, call)),
                         self._deliver,
-                        lambda step, new_tokens: self._watch(claims, step, new_tokens),
+                        self._watch,
                         claims=claims,
-                        news=None if self._followers is None else claims,
                         began=message.began,
                     )
                 except KeyboardInterrupt:
@@ -212,8 +203,6 @@ class Worker:
             self._flush()
             self._call, self._moved = -1, None
             self._claims[message.call].remove(claims)
-            if isinstance(claims, AgreedClaims):
-                claims.end()
             for call in [call for call, left in self._claims.items() if not left]:
                 del self._claims[call]
         self._say(Done(message.call, report, time.monotonic() - began, self._read, self._written))
@@ -234,11 +223,9 @@ class Worker:
             self._results = []
         self._results_sent = time.monotonic()
 
-    def _watch(self, claims: Any, step: Any, new_tokens: int) -> None:
+    def _watch(self, step: Any, new_tokens: int) -> None:
         """Told of each step, which has been run."""
-        if self._call <= self._stopped and isinstance(claims, AgreedClaims):
-            claims.break_off()
-        elif self._call <= self._stopped:
+        if self._call <= self._stopped:
             raise KeyboardInterrupt
         self._moved = now = time.monotonic()
         self._read += step.tokens - len(step.rows)

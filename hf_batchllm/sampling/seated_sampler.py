@@ -11,7 +11,6 @@ import torch
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds, as_int64, noise_key
 from ..kernels.lists.token_edits import History
-from ..model.tensor_ranks import TensorRanks
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
 from .device_options import minimum_of, penalised_by
@@ -27,7 +26,7 @@ class SeatedSampler:
     ``options``: of each prompt; a request's ``index`` is its prompt's place among them. ``edits``: of each of the
     options, what is done to single logits. ``positions``: as many as the model has, if it says so.
     ``keeps_scores``: whether ``take_scores`` gives what the latest tokens were drawn from. ``tensors``: get them, step
-    by step, and have room for them. ``ranks``: those that run the model together: the first one's tokens count.
+    by step, and have room for them.
     """
 
     def __init__(
@@ -41,9 +40,7 @@ class SeatedSampler:
         positions: int | None,
         keeps_scores: bool = False,
         tensors: StepTensors | None = None,
-        ranks: TensorRanks | None = None,
     ) -> None:
-        self._ranks = ranks or TensorRanks()
         self._keeps_scores = keeps_scores
         self._tensors = tensors
         self._rows: torch.Tensor | None = None  # [seats] int32  each request's row there
@@ -76,7 +73,7 @@ class SeatedSampler:
             of.prompt, of.sample, made, of.kind, of.minimum, of.line, self._seen, seed, history,
             of.prompt_line, self._prompt_seen, of.first_at, of.last_at,
         )  # fmt: skip
-        tokens = self._ranks.tokens_of_first(self._sampler(logits, rows))
+        tokens = self._sampler(logits, rows)
         if self._tensors is not None:
             assert self._rows is not None
             self._tensors.note(self._rows[seats], made, logits, self.take_scores() if self._keeps_scores else None)

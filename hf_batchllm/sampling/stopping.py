@@ -15,7 +15,6 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..inputs.processors_and_criteria import CRITERIA, call_factory, callable_name, say_where
-from ..model.tensor_ranks import TensorRanks
 from ..model.transfers import current_device, to_device
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..wording import either
@@ -33,7 +32,6 @@ class Endings:
     ``rules``: of each prompt, by a request's ``index``. ``began``: when the call began, by ``time.time()``.
     ``time_by_token``: as in ``generate``, a sequence whose time is over ends with its next token. Otherwise ``late``
     gives such sequences. ``rows``: prompts that came as a tensor, padding included, as ``generate`` shows to criteria.
-    ``ranks``: those that run the model together. What the first one's criteria say counts.
     """
 
     def __init__(
@@ -45,9 +43,7 @@ class Endings:
         time_by_token: bool = False,
         scores: Scores | None = None,
         rows: np.ndarray | None = None,  # [prompts, tokens]
-        ranks: TensorRanks | None = None,
     ) -> None:
-        self._ranks = ranks or TensorRanks()
         self._rules = rules
         self._rows = rows
         self._device = device
@@ -63,8 +59,6 @@ class Endings:
         self._calls_criteria = any(each.others or each.factory for each in kinds)
         self._stream = torch.cuda.Stream(device) if self._calls_criteria and device.type == "cuda" else None
         deadlines = [each.deadlines for each in kinds]
-        if any(deadlines):  # a MaxTimeCriteria of the user's counts from when each rank has made its own
-            deadlines = self._ranks.of_first("deadlines", deadlines)
         deadlines_of = dict(zip(kinds, deadlines, strict=True))
         waiting: dict[tuple[float, float], list[Request]] = {}
         for request in requests:
@@ -86,7 +80,7 @@ class Endings:
         return late if self._turn is None else [request for request in late if request in self._turn]
 
     def _overdue(self) -> dict[Request, None]:
-        now = self._ranks.latest("the time", time.time()) if self._deadlines else 0.0
+        now = time.time() if self._deadlines else 0.0
         while self._deadlines:
             (since, seconds), requests = self._deadlines[-1]
             if now - since <= seconds:
@@ -109,8 +103,6 @@ class Endings:
             ends[row] = has, FinishReason.STOP if stops[row, has - 1] else None
         if self._looks_back:
             self._look_back(requests, counts, tokens, ends)
-            if self._calls_criteria:
-                ends = self._ranks.of_first("what criteria say", ends)
         for row, (has, _) in ends.items():
             if no_token[row, has - 1] and not requests[row].done:
                 raise NothingToDrawError

@@ -12,7 +12,6 @@ from torch import nn
 from ..inputs.base_model import base_model
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
-from ..model.tensor_ranks import TensorRanks
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .call_grammars import CallGrammars
@@ -121,12 +120,10 @@ class TokenPicking:
         requests: Sequence[Request],
         keeps_scores: bool = False,
         tensors: StepTensors | None = None,
-        ranks: TensorRanks | None = None,
     ) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
         positions = getattr(base_model(self.model).config, "max_position_embeddings", None)
         sampler = SeatedSampler(
             requests, self.options, self.seed, self.device, self.kernels, self.edits, positions, keeps_scores, tensors,
-            ranks,
         )  # fmt: skip
         return sampler, self.kernels.advance

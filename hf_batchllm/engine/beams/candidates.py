@@ -17,7 +17,6 @@ from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.lists.work_lists import sent
 from ...kernels.reference.sample_torch import exponential
 from ...model.float64 import at_float64, has_float64
-from ...model.tensor_ranks import TensorRanks
 from ...model.transfers import start_copy_to_host, to_device
 from ...notices import Notices
 from ...sampling.host_sampler import rows_at_once
@@ -44,10 +43,7 @@ class Candidates:
 
 
 class BeamScores:
-    """From logits to ``Candidates``, for all groups of a call. ``options``: of each prompt, by its index.
-
-    ``ranks``: those that run the model together. The first one's candidates count.
-    """
+    """From logits to ``Candidates``, for all groups of a call. ``options``: of each prompt, by its index."""
 
     def __init__(
         self,
@@ -57,9 +53,7 @@ class BeamScores:
         seed: Seeds | None,
         notices: Notices,
         tensors: StepTensors | None = None,
-        ranks: TensorRanks | None = None,
     ) -> None:
-        self._ranks = ranks or TensorRanks()
         self._seed = seed
         self._tensors = tensors
         self._chains = ProcessorChains(model, options, notices)
@@ -120,11 +114,7 @@ class BeamScores:
                     mine = logits[to_device(np.array(rows), logits.device)]
                 parts.append(self._best([groups[each] for each in some], mine, [chains[each] for each in some]))
             launched.append(([groups[each] for each in numbers], layout, [*map(torch.cat, zip(*parts, strict=True))]))
-        self._ranks.meet("candidates of beams")  # a processor may have failed on another one
-        found = [
-            (some, layout, [start_copy_to_host(self._ranks.tokens_of_first(each)) for each in columns])
-            for some, layout, columns in launched
-        ]
+        found = [(some, layout, [start_copy_to_host(each) for each in columns]) for some, layout, columns in launched]
         vocabulary = logits.shape[-1]
         return lambda: [self._candidates(*each, vocabulary) for each in found]
 

@@ -28,7 +28,7 @@ class BeamEndings(Endings):
         rules = [self._rules[group.root.index] for group in groups]
         if any(each is not rules[0] for each in rules) or rules[0].looks_back:
             ended = np.stack([self._of_group(*each) for each in zip(groups, parents, tokens, strict=True)])
-            return self._ranks.of_first("what criteria say", ended) if self._calls_criteria else ended
+            return ended
         return _among(tokens, rules[0].stop_tokens)
 
     def _of_group(self, group: BeamGroup, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [candidates] bool

@@ -23,7 +23,7 @@ def wire_beams(parts: Parts) -> Engine:
         notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
     roots = [request for request in parts.requests if isinstance(request, Branch)]
     groups: dict[Request, BeamGroup] = {root: _group(parts, root) for root in roots}
-    beam_scores = BeamScores(parts.use.model, job.options, [*groups.values()], job.seed, notices, tensors, parts.ranks)
+    beam_scores = BeamScores(parts.use.model, job.options, [*groups.values()], job.seed, notices, tensors)
     owners_code = beam_scores.calls_owners_code or job.calls_criteria
     # What belongs to the user may look at any of it, or change the model for the next step.
     depth = 1 if owners_code else DEPTH.get(device.type, 1)
@@ -34,7 +34,7 @@ def wire_beams(parts: Parts) -> Engine:
         groups, beam_scores, parts.timekeeper, parts.runner, seats, graphs, device, owners_code, job.picks_by_model
     )
     scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
-    endings = BeamEndings(roots, job.rules, parts.began, device, rows=job.rows, scores=scores, ranks=parts.ranks)
+    endings = BeamEndings(roots, job.rules, parts.began, device, rows=job.rows, scores=scores)
     builder = parts.use.builder(most_times=0 if graphs is None else 1)
     collector = BeamCollector(launcher, scheduler, endings, parts.timekeeper)
     return parts.engine(scheduler, builder, launcher, collector, depth)

@@ -32,7 +32,7 @@ _WARM_ROWS = 16  # rows of the run in which kernels are compiled
 # A capture cannot use the memory in PyTorch's cache. With so many bytes free beside it, the cache need not be emptied
 # first, which would make the host wait.
 _PLENTY_OF_BYTES = 2 << 30
-_ANOTHER_RANK = "another rank that runs this model could not capture its part"
+_ANOTHER = "another of the devices that run this model could not capture its part"
 _LARGER = 1.6  # a graph of up to so many times the rows serves them for longer than a few steps
 
 
@@ -61,7 +61,8 @@ class DecodeGraphs:
     ) -> None:
         self._noting = noting
         self._runner = runner
-        self._ranks = runner.architecture.ranks  # a capture that holds their sums is made by all of them, or by none
+        # Whether any of the devices that run the model together says so: all of them capture a graph, or none.
+        self.any_says: Callable[[bool], bool] = bool
         self._backend = backend
         self._seats = seats
         self._pick = pick
@@ -132,7 +133,6 @@ class DecodeGraphs:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
-        self._ranks.launched()
         self.steps += times if graph.captured else 0
         return graph.settle(rows, keep=not drafts)
 
@@ -176,13 +176,15 @@ class DecodeGraphs:
         control.restore()  # what is looked at is the owner's model
         adapter = None if control.adapters is None else control.adapters.name  # which that does not show
         self._model_may_have_changed = False
-        if adapter == self._adapter and self._memory is not None and self._memory.is_in_use():
+        holds = adapter == self._adapter and self._memory is not None and self._memory.is_in_use()
+        if not self.any_says(not holds):
             return
         for graph in captured:
             self._forget(graph)
         self._memory, self._adapter = HeldMemory(self._runner.model), adapter
-        if (reason := not_in_graphs(self._runner.model)) is not None:
-            self._give_up(reason)
+        reason = not_in_graphs(self._runner.model)
+        if self.any_says(reason is not None):
+            self._give_up(reason or _ANOTHER)
 
     def owner_had_control(self) -> None:
         """Before the next step it is looked whether the model's weights are where they were."""
@@ -238,7 +240,6 @@ class DecodeGraphs:
         together &= self._picked_on_device and not kind.drafts
         seconds, self._preparing = self.seconds, True
         try:
-            # Ranks capture together, so each must know that all others come to it.
             if not self._failed_somewhere(lambda: self._make_ready(kind, known, idle=not together)):
                 self._failed_somewhere(lambda: self._capture(self._graphs[kind]))
         finally:
@@ -249,15 +250,15 @@ class DecodeGraphs:
             self._graphs.pop(kind, None)
 
     def _failed_somewhere(self, prepare: Callable[[], None]) -> bool:
-        """Whether it has, on any rank: then ``why_not_prepared`` says so."""
+        """Whether it has, on any of the devices: then ``why_not_prepared`` says so."""
         try:
             prepare()
         except RanksError:
             raise
         except Exception as error:  # steps run without this graph; if the error is theirs, they raise it themselves
             self.why_not_prepared = f"{type(error).__name__}: {error}"
-        if self._ranks.any("a graph for later", bool(self.why_not_prepared)):
-            self.why_not_prepared = self.why_not_prepared or _ANOTHER_RANK
+        if self.any_says(bool(self.why_not_prepared)):
+            self.why_not_prepared = self.why_not_prepared or _ANOTHER
         return bool(self.why_not_prepared)
 
     def _make_ready(self, kind: _Kind, known: dict[tuple[Any, ...], WorkSeen], idle: bool) -> None:
@@ -315,12 +316,18 @@ class DecodeGraphs:
         self.seconds += time.perf_counter() - began
 
     def _captured_by_all(self, graph: DecodeRows) -> None:
-        self._ranks.on_all("a capture", lambda: graph.capture(self._pool), RuntimeError(_ANOTHER_RANK))
+        failed: Exception | None = None
+        try:
+            graph.capture(self._pool)
+        except Exception as error:
+            failed = error
+        if self.any_says(failed is not None):
+            raise failed or RuntimeError(_ANOTHER)
 
     def _is_tight(self) -> bool:
         device = self._seats.last.device
         tight = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY_OF_BYTES
-        return self._ranks.any("room for a graph", tight)
+        return self.any_says(tight)
 
     def _give_up(self, reason: str, kind: str = "graphs") -> None:
         self._given_up = True

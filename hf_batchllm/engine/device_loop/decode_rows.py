@@ -301,7 +301,7 @@ class DecodeRows:
         self._graph = graph
 
     def drop_capture(self) -> None:
-        """Destroy the graph now: an error may keep this object, and a group of ranks cannot end before its graphs."""
+        """Destroy the graph now: an error may keep this object, and a group of devices cannot end before its graphs."""
         graph, self._graph, self._captured_logits = self._graph, None, None
         if graph is not None:
             graph.reset()

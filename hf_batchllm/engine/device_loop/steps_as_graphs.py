@@ -163,10 +163,8 @@ class GraphLauncher(StepsAsGraphs, Launcher):
         if self.graphs is None or running is None or not self.graphs.prepares:
             return
         running.begin(sampling)
-        # Before a capture that holds sums of all ranks, each rank must find its device at work.
-        ranks = self.runner.architecture.ranks
-        ahead = ranks.any("time for a capture", not self._is_behind())
-        next_waits = of_prompts and not self._all_have_begun and running.all_have_begun and ranks.size == 1
+        ahead = not self._is_behind()
+        next_waits = of_prompts and not self._all_have_begun and running.all_have_begun
         self._all_have_begun |= next_waits
         if (not ahead or next_waits) and (not only_largest or running.most_is_known()):
             left, may_stop = running.tokens_left()

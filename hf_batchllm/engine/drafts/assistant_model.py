@@ -86,7 +86,7 @@ def _why_not(assistant: AssistantModel, model: nn.Module, architecture: Architec
         return f"{theirs.name} is in training mode, where it may draw random numbers: call its eval() first"
     if theirs.device != architecture.device:
         return f"{theirs.name} is on {theirs.device}, and the model on {architecture.device}"
-    if theirs.ranks.size > 1:
+    if theirs.parts > 1:
         return f"several processes run {theirs.name} together"
     own = {id(module) for module in base_model(model).modules()}
     if any(id(module) in own for module in base_model(assistant.model).modules()):

@@ -26,7 +26,6 @@ from ...patches.uncompiled import every_module
 from ..attention.kv_storage import AttentionShape, kv_dtype
 from ..states.state_layers import StateNotes, attention_expected, layer_kinds, refuse_by_states, refuse_unknown_kinds
 from ..states.state_storage import StateShape
-from ..tensor_ranks import TensorRanks
 from .architecture_refusals import (
     refuse_dropped_layers,
     refuse_equal_numbers,
@@ -35,7 +34,6 @@ from .architecture_refusals import (
     refuse_windows_of_the_cache,
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed
-from .find_ranks import ranks_of
 from .generation_methods import refuse_methods, refuse_positions_from_elsewhere
 from .own_code import AsMade, as_made
 from .owners_code import refuse_owners_code
@@ -79,7 +77,7 @@ class Architecture:
     look: CodeInUse = field(repr=False, compare=False)  # the model as it was inspected
     own_code: TokenByToken = field(repr=False, compare=False)
     head_rows: int | None = None  # ids that have logits, where the head of the model tells
-    ranks: TensorRanks = field(default=TensorRanks(), repr=False, compare=False)  # that run the model together
+    parts: int = 1  # processes that have the model together, each a part of its weights
 
 
 def inspect_model(model: nn.Module) -> Architecture:
@@ -100,12 +98,10 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_owners_code(inner, look, name)
     refuse_methods(inner, name)
     (calls, states, selects_rows), made = _attention_calls(inner, name, look)
-    ranks = ranks_of(inner)
-    if ranks.size > 1:  # the copy has the heads of all ranks: the model itself shows those that are here
-        with ranks.failing_together():
-            refuse_adapters_of_sharded(model, name)
-            ranks.start()
-            notes = _noted_pass(inner, device, ATTENTION_NAME, selects_rows)[0]
+    parts = getattr(inner, "_tp_size", None) or 1
+    if parts > 1:  # the copy has the heads of all parts: the model itself shows those that are here
+        refuse_adapters_of_sharded(model, name)
+        notes = _noted_pass(inner, device, ATTENTION_NAME, selects_rows)[0]
         calls, states = notes.noted, notes.states.noted
     refuse_by_states(inner, layer_kinds(inner), states, name)
     _refuse_by_calls(inner, name, calls, states)
@@ -135,7 +131,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         look=look,
         own_code=own_code,
         head_rows=_head_rows(inner),
-        ranks=ranks,
+        parts=parts,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -13,11 +13,9 @@ from torch import nn
 from ...inputs.base_model import base_model
 from ...inputs.plain_values import plain
 from ...patches.adapter_swap import adapted_layers
-from ..tensor_ranks import TensorRanks
 from .weights_digest import has_kernel, number_of, parts_of
 
 _WRAPPED = ("base_layer", "original_module")  # what PEFT's layers call the model's own
-_NO_PART = -(1 << 63)
 # Fields of configs without effect on answers, or that say where a model comes from and what has saved it.
 _IDLE = frozenset(
     [
@@ -28,14 +26,16 @@ _IDLE = frozenset(
 )
 
 
-def fingerprint(model: nn.Module, tokenizer: Any = None, ranks: TensorRanks | None = None) -> dict[str, str]:
+def fingerprint(
+    model: nn.Module, tokenizer: Any = None, of_all: Callable[[int], list[int]] | None = None
+) -> dict[str, str]:
     """A digest of each thing that answers depend on: of every byte of weights, adapters and buffers, and of the rest.
 
-    They are the same in every process, on every device, and when the model is saved and loaded again. Where ranks have
-    a model together, they also depend on the number of these.
+    They are the same in every process, on every device, and when the model is saved and loaded again. Where processes
+    have a model together, they also depend on the number of these.
 
     tokenizer: a processor, too. Without one, nothing is said about it.
-    ranks: those that have the model together, each of which must ask.
+    of_all: from this process's number to those of all that have the model together, each of which must ask.
     """
     inner = base_model(model)
     layers = adapted_layers(model)
@@ -46,8 +46,8 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, ranks: TensorRanks | No
         "adapters": _of_tensors(each for each in model.named_parameters() if id(each[1]) not in own),
         "buffers": _of_tensors(_lasting_buffers(inner)),
     }
-    if ranks is not None and ranks.size > 1:
-        said = {name: _of_all(ranks, name, number) for name, number in said.items()}
+    if of_all is not None:
+        said = {name: _of_parts(of_all(number)) for name, number in said.items()}
     digests = {name: f"{number & (1 << 64) - 1:016x}" for name, number in said.items()}
     digests["adapters"] = _of_values([digests["adapters"], [getattr(layer, "scaling", None) for layer in layers]])
     digests["config"] = _of_values(inner.config.to_diff_dict())
@@ -81,10 +81,8 @@ def _parameters_of(module: nn.Module | None) -> Iterable[nn.Parameter]:
     return () if module is None else module.parameters()
 
 
-def _of_all(ranks: TensorRanks, what: str, number: int) -> int:
-    """Each rank has a part of the weights."""
-    mine = [number if rank == ranks.rank else _NO_PART for rank in range(ranks.size)]
-    each = [ranks.most(f"the digest of {what}", value) for value in mine]
+def _of_parts(each: list[int]) -> int:
+    """Each process has a part of the weights."""
     return int.from_bytes(hashlib.blake2b(repr(each).encode(), digest_size=8).digest(), "little", signed=True)
 
 

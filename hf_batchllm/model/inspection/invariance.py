@@ -53,7 +53,7 @@ def _refusal(why: str) -> UnsupportedModelError:
 def _reasons(model: nn.Module, architecture: Architecture, config: BatchConfig) -> Iterator[str]:
     inner, name = base_model(model), architecture.name
     modules = every_module(inner)
-    if architecture.ranks.size > 1:
+    if architecture.parts > 1:
         yield "several processes add up what each has computed"
     if architecture.states:
         yield f"{name} has layers that carry a state, which are computed in chunks of any length"

@@ -41,9 +41,9 @@ class RankWatch:
         grace: float = _GRACE,
     ) -> None:
         self._rank, self._release, self._grace = rank, release, grace
-        self._peers = _connected(rank, size, exchange)
+        self._peers = connected(rank, size, exchange)
         self._buffers = dict.fromkeys(self._peers, b"")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals sends, too
         self._calls = 0  # of which one may be within another, whose stream is open
         self._planning = False  # nothing of the latest call is on the device
         self._elsewhere = 0  # the host is in its owner's hands
@@ -53,6 +53,7 @@ class RankWatch:
         self._gone: int | None = None  # the rank whose end has been seen
         # The rank if it is known, and what has become of it; the group is ended then.
         self.failure: tuple[int | None, str] | None = None
+        self.interrupted = False  # another rank was, and this one is to act on it
         _open.add(self)
         threading.Thread(target=self._watch, name="hf_batchllm-ranks", daemon=True).start()
 
@@ -95,6 +96,10 @@ class RankWatch:
     def all_have_heard(self) -> None:
         """Of this rank's failure, where ranks exchange things: no group needs to be ended for it."""
         self._send({"heard": self._rank})
+
+    def tell_of_interrupt(self) -> None:
+        """This rank was interrupted, and the first one acts on it."""
+        self._send({"interrupted": self._rank})
 
     def _send(self, message: Any) -> None:
         with self._lock:
@@ -141,6 +146,8 @@ class RankWatch:
                 self._heard(message["failed"], message["why"])
             elif "heard" in message:  # this may be read in the next call
                 self._due = None
+            elif "interrupted" in message:
+                self.interrupted = True
             elif self.failure is None:  # another one has ended the group
                 self._end(message["ended"], message["why"])
         return True
@@ -177,7 +184,7 @@ class RankWatch:
             end.close()
 
 
-def _connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
+def connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
     """A connection to each other rank. The system ends it with the process, whatever else happens."""
     on_one_host = len(set(exchange(this_machine()))) == 1
     listener = socket.create_server(("127.0.0.1" if on_one_host else "", 0), backlog=size)

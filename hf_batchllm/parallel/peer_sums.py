@@ -8,7 +8,7 @@ steps of 8,192 rows, took 6.26 s instead of 5.76.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -29,14 +29,12 @@ _in_use: WeakSet[PeerSums] = WeakSet()
 
 
 class Ranks(Protocol):
-    """What hosts agree on, as TensorRanks has it."""
+    """What hosts agree on, as Group has it."""
 
     size: int
     rank: int
 
-    def on_all(self, what: str, make: Callable[[], T], another: Exception) -> T: ...
-
-    def have_the_same(self, what: str, parts: Iterable[bytes]) -> bool: ...
+    def exchange(self, value: Any) -> list[Any]: ...
 
 
 class CannotReachPeers(Exception):
@@ -47,7 +45,7 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
     """Every rank asks, and all of them get it or CannotReachPeers."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    if not ranks.have_the_same("machines", [this_machine().encode()]):
+    if len(set(ranks.exchange(this_machine()))) > 1:
         raise CannotReachPeers("the GPUs are in several machines")
     slot = _MOST_BYTES.get(ranks.size, _MOST_BYTES_OF_MORE)
     of_signals = MOST_PROGRAMS * ranks.size * 4
@@ -71,13 +69,14 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
 
 
 def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:
-    def made() -> T:
-        try:
-            return make()
-        except Exception as error:
-            raise CannotReachPeers(f"{type(error).__name__}: {first_line(error)}") from error
-
-    return ranks.on_all("memory for sums", made, CannotReachPeers("that cannot be done on another rank"))
+    try:
+        made = make()
+    except Exception as error:
+        ranks.exchange(True)
+        raise CannotReachPeers(f"{type(error).__name__}: {first_line(error)}") from error
+    if any(ranks.exchange(False)):
+        raise CannotReachPeers("that cannot be done on another rank")
+    return made
 
 
 def _try(sums: PeerSums, ranks: Ranks, device: torch.device) -> None:
