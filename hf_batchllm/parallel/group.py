@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as distributed
 
@@ -258,8 +259,13 @@ class _Packer(pickle.Pickler):
         if isinstance(thing, torch.Tensor) and thing.device.type != "cpu":
             return _moved, (thing.cpu(), thing.device.type)
         if isinstance(thing, torch.Tensor) and not thing.dtype.is_floating_point:
-            return torch.from_numpy, (thing.numpy(),)
+            return _pinned if thing.is_pinned() else torch.from_numpy, (thing.numpy(),)
         return NotImplemented
+
+
+def _pinned(numbers: np.ndarray) -> torch.Tensor:
+    """A copy of other memory to the device would make the host wait for the steps before."""
+    return torch.from_numpy(numbers).pin_memory()
 
 
 def _moved(tensor: torch.Tensor, kind: str) -> torch.Tensor:

@@ -210,6 +210,8 @@ def connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> dic
     listener.close()
     for peer in peers.values():
         peer.settimeout(None)
+        # Otherwise a small message that follows another waits for the first one's acknowledgement, up to 40 ms.
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peers
 
 
