@@ -102,13 +102,15 @@ class _HeldBack(Interrupts):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt waits for the end of the block, in layers, too; after an error it is dropped."""
+    """An interrupt waits for the end of the block, in layers, too. After an error it is the call's around, if any."""
     held = _HeldBack()
     held.begin()
     try:
         yield
     except BaseException:
-        held._came = None
+        came, held._came = held._came, None
+        if came is not None and held._around is not None:  # which may survive the error
+            held._around._came = came
         raise
     finally:
         held.end(None)

@@ -79,6 +79,10 @@ class Device:
     def peak(self) -> MemoryUse:
         return MemoryUse(self.taken + self.step, self.taken + self.step // 2)
 
+    def taken_since_mark(self) -> int:
+        self.trim()
+        return self.step
+
     def highest(self) -> int:
         return self._highest
 

@@ -119,7 +119,8 @@ def one_is_gone(name: str) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         return own(*given)
 
-    with BatchGenerator(sharded(name or "llama")) as gen, pytest.MonkeyPatch.context() as patch:
+    model = sharded("llama" if RANKS == 2 else "deepseek_v3")
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setattr(ModelRunner, "launch", dying)
         if RANK == 1 and DEVICE != "cpu":
@@ -127,7 +128,8 @@ def one_is_gone(name: str) -> Any:
         began = time.monotonic()
         error = error_of(lambda: gen.generate([[1, 2]] * 8, max_new_tokens=100_000, **QUIET))
         took = time.monotonic() - began
-    (FOLDER / str(RANK)).write_bytes(pickle.dumps({**FOUND, "one_is_gone": (error, took)}))
+        again = error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2, **QUIET))
+    (FOLDER / str(RANK)).write_bytes(pickle.dumps({**FOUND, "one_is_gone": (error, took, again)}))
     os._exit(0)
 
 
@@ -155,15 +157,81 @@ def one_fails_in_a_step(name: str) -> Any:
         assert released.wait(60)
 
     with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
-        watch = group_of(gen).watch
-        patch.setattr(watch, "_release", released.set)
-        patch.setattr(watch, "_grace", 0.5)
+        ends_soon(gen, patch, released)
         failing_fourth_step(patch, wait)
         began = time.monotonic()
         first = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
         took = time.monotonic() - began
         patch.undo()
         return first, took, error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET))
+
+
+def ends_soon(gen: Any, patch: pytest.MonkeyPatch, released: threading.Event) -> None:
+    """The group of devices, which is a CPU's: nothing but the event is to be released."""
+    watch = group_of(gen).watch
+    patch.setattr(watch, "_release", released.set)
+    patch.setattr(watch, "_grace", 0.5)
+
+
+def one_fails_behind(name: str) -> Any:
+    """The first one runs ahead of it: it has told of the step that follows, and waits for its device."""
+    model, released, ahead, steps = sharded(name), threading.Event(), FOLDER / "ahead", []
+    own = ModelRunner.launch
+
+    def step(self: ModelRunner, *given: Any) -> Any:
+        steps.append(1)
+        if len(steps) < 4:
+            return own(self, *given)
+        if RANK == 1:
+            while not ahead.exists():
+                time.sleep(0.01)
+            time.sleep(0.2)
+            raise MemoryError("no memory in the middle of a step")
+        if len(steps) == 5:
+            ahead.touch()
+            assert released.wait(30)
+        return torch.zeros(1, 101)
+
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
+        ends_soon(gen, patch, released)
+        patch.setattr(ModelRunner, "launch", step)
+        return error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
+
+
+def one_loses_a_frame(name: str) -> Any:
+    """It has no memory to read it. The first one waits for it on its device."""
+    model, released, frames = sharded(name), threading.Event(), []
+
+    def wait() -> None:
+        assert released.wait(30)
+
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
+        ends_soon(gen, patch, released)
+        own = group_of(gen).receive
+
+        def receive(*given: Any) -> Any:
+            frame = own(*given)
+            frames.append("launch" in frame[:3])
+            if RANK == 1 and frames[-1] and sum(frames) == 4:
+                raise MemoryError("no memory for a frame")
+            return frame
+
+        patch.setattr(group_of(gen), "receive", receive)
+        failing_fourth_step(patch, wait)
+        return error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=40, **QUIET))
+
+
+def call_within_a_stream(name: str) -> Any:
+    """It is refused, and the stream goes on."""
+    with BatchGenerator(sharded(name)) as gen:
+        stream = gen.stream([[1, 2, 3], [4, 5]], max_new_tokens=5)
+        read = [next(stream)]
+        found = [
+            error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2, **QUIET)),
+            error_of(lambda: gen.stream([[1, 2]], max_new_tokens=2)),
+        ]
+        read += stream
+        return found, [each.token_ids for each in sorted(read, key=lambda each: each.index)]
 
 
 def one_fails_before_its_device(name: str) -> Any:

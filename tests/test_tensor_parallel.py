@@ -35,10 +35,11 @@ CASES = (
     "interrupted_while_waiting:llama",
     "streams:llama",
     "looked_at_alike:llama",
+    "call_within_a_stream:llama",
 )
 LAST = ("refused:qwen3", "with_adapters:qwen2", "refused:gemma3n", "interrupted:llama", "one_is_gone")
 FOUR = ("family:deepseek_v3", "scores:deepseek_v3", "one_fails_in_a_step:deepseek_v3")
-APART = "one_fails_before_its_device:llama"
+ENDED = ("one_fails_before_its_device:llama", "one_fails_behind:llama", "one_loses_a_frame:llama")
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +135,22 @@ def test_an_interrupt_of_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> 
 
 
 def test_a_rank_that_is_killed_ends_the_call_on_the_others(two: list[dict[str, Any]]) -> None:
-    error, seconds = two[0]["one_is_gone"]
+    error, seconds, _ = two[0]["one_is_gone"]
     assert error.startswith("RanksError: one of the 2 ranks that run this model together is gone"), error
     assert seconds < 100
+
+
+def test_ranks_that_are_left_make_no_other_call(tmp_path: Path) -> None:
+    found = run_ranks(SCRIPT, tmp_path, 4, "one_is_gone")
+    for each in (found[0], *found[2:]):
+        again = each["one_is_gone"][2]
+        assert again.startswith("RanksError") and "start the processes again" in again, again
+
+
+def test_a_call_while_a_stream_is_open_leaves_the_stream_as_it_is(two: list[dict[str, Any]]) -> None:
+    (errors, read), (others, read_there) = (found["call_within_a_stream:llama"] for found in two)
+    assert all(each.startswith("GeneratorBusyError") for each in (*errors, *others)), errors
+    assert read == read_there and [len(each) for each in read] == [5, 5]
 
 
 def test_ways_in_that_part_the_work_are_refused(two: list[dict[str, Any]]) -> None:
@@ -202,13 +216,20 @@ def test_what_fails_in_a_step_ends_the_call_on_ranks_that_wait_for_their_device(
 
 
 def test_a_device_that_waits_for_what_one_has_not_launched_ends_the_group(tmp_path: Path) -> None:
-    errors = [found[APART] for found in run_ranks(SCRIPT, tmp_path, 2, APART)]
+    errors = [found[ENDED[0]] for found in run_ranks(SCRIPT, tmp_path, 2, ENDED[0])]
     first, after = errors.pop(1)
     assert first == "MemoryError: no memory in the middle of a step"
     told = "RanksError: rank 1 of the 2 that run this model together failed: MemoryError: no memory in the middle"
     for error, again in errors:
         assert error.startswith(told)
         assert again == after and again.startswith(told) and "start the processes again" in again
+
+
+@pytest.mark.parametrize("case", ENDED[1:])
+def test_a_failure_of_one_reaches_the_first_that_waits_for_its_device(case: str, tmp_path: Path) -> None:
+    first, second = (found[case] for found in run_ranks(SCRIPT, tmp_path, 2, case))
+    assert second.startswith("MemoryError: no memory"), second
+    assert first.startswith("RanksError: rank 1 of the 2 that run this model together failed: MemoryError"), first
 
 
 @pytest.mark.gpu
@@ -232,6 +253,6 @@ def test_cases_on_two_gpus(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_rank_that_is_killed_while_gpus_wait_for_it(tmp_path: Path) -> None:
     first, _ = run_ranks(SCRIPT, tmp_path, 2, "family:llama", "one_is_gone", on="cuda")
-    error, seconds = first["one_is_gone"]
+    error, seconds, _ = first["one_is_gone"]
     assert error.startswith("RanksError"), error
     assert seconds < 100

@@ -59,8 +59,7 @@ class Calls:
 
     def close(self) -> None:
         """Give back all memory that is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._is_running:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}, then close()")
+        self._refuse_while_running(", then close()")
         self._resources.close()
         self._closed = True
 
@@ -69,8 +68,7 @@ class Calls:
 
         Needed after a change that cannot be seen: inside a hook of your own, say, if it does nothing to most tokens.
         """
-        if self._is_running:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}, then forget_prefixes()")
+        self._refuse_while_running(", then forget_prefixes()")
         self._resources.kv.clear()
 
     def __enter__(self) -> Self:
@@ -88,6 +86,10 @@ class Calls:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise GeneratorBusyError("this BatchGenerator is closed: make a new one for the model")
+
+    def _refuse_while_running(self, then: str = ". One call at a time") -> None:
+        if self._is_running:
+            raise GeneratorBusyError(f"{_STILL_RUNNING}{then}")
 
     @contextmanager
     def _taking(self) -> Iterator[Call]:

@@ -176,6 +176,7 @@ class Engine:
         self.depth = depth if scheduler.runs_ahead else 1
         # Of bursts, one runs and one waits for its turn: with more, tokens would only be seen later.
         self.most_flights = 2 if launcher.most_times > 1 else depth
+        self.after_waiting: Callable[[], None] = lambda: None  # an error where what has come means nothing
         self.steps = 0
         self.model_tokens = 0
         self._begun = False
@@ -229,6 +230,7 @@ class Engine:
                     flight = flights[0]  # left in the queue: an error in between must find it
                     switch("model")
                     found = flight.wait()
+                    self.after_waiting()
                     finished, new_tokens = self.collector.collect(flight, found)
                     flights.popleft()
                     self.launcher.tokens_were_seen()

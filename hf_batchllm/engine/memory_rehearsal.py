@@ -192,11 +192,7 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
         if is_out_of_memory(error) or isinstance(error, RanksError):
             raise
         return None  # the model objects to these made-up tokens: only its errors about real ones count
-    peak = memory.peak()
-    memory.trim()
-    # Compared with the memory in use afterwards: what the first run allocates for good is not needed a second time.
-    left = memory.used()
-    return max(peak.allocated - left.allocated, peak.reserved - left.reserved, 0)
+    return memory.taken_since_mark()
 
 
 def pages_of(step: LargestStep, page_size: int) -> int:

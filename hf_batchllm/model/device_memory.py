@@ -40,6 +40,9 @@ class DeviceMemory(Protocol):
     def peak(self) -> MemoryUse:
         """The most of each number since ``mark``."""
 
+    def taken_since_mark(self) -> int:
+        """Bytes that were taken since ``mark``, and are not in use any more. What nothing uses is given back."""
+
     def highest(self) -> int:
         """The most bytes of tensors since ``start``."""
 
@@ -74,6 +77,9 @@ class HostMemory:
 
     def peak(self) -> MemoryUse:
         return MemoryUse(0, 0)
+
+    def taken_since_mark(self) -> int:
+        return 0
 
     def highest(self) -> int:
         return 0
@@ -128,6 +134,13 @@ class CountedMemory:
     def peak(self) -> MemoryUse:
         counts = self._counts
         return MemoryUse(counts.max_memory_allocated(self._device), counts.max_memory_reserved(self._device))
+
+    def taken_since_mark(self) -> int:
+        peak = self.peak()
+        self.trim()
+        # Compared with the memory in use afterwards: what the first run allocates for good is not needed a second time.
+        left = self.used()
+        return max(peak.allocated - left.allocated, peak.reserved - left.reserved, 0)
 
     def highest(self) -> int:
         since: int = self._counts.max_memory_allocated(self._device)

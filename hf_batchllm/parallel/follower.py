@@ -63,6 +63,7 @@ class Follower(Devices):
 
     def start(self) -> None:
         """It will come to a call."""
+        self.group.check()
         self._has_come = self._is_over = self._told = False
         self._failed = self._answered = None
 
@@ -91,7 +92,7 @@ class Follower(Devices):
             while True:
                 try:
                     frame = self.group.receive()
-                    if self._told:
+                    if self._told and self._failed is None:  # the leader has read the answer that said so
                         self._told = False
                         self.group.watch.all_have_heard()
                     if frame[0] == "do":
@@ -118,6 +119,7 @@ class Follower(Devices):
                 self.group.send(0, "failed", in_words(error))
             else:
                 self.group.send(0, "here", {}, in_words(error))
+            if not (self._has_come and isinstance(error, KeyboardInterrupt | GeneratorExit)):  # else no frame is lost
                 self.group.watch.tell(in_words(error))
                 self._told = True
             for _ in self.results():

@@ -148,6 +148,7 @@ class Group:
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
         """An error in the block, which all of them run, is one on all."""
+        self.check()
         error: BaseException | None = None
         with self.watch.during_a_call():
             self.watch.start()

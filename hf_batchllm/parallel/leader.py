@@ -26,7 +26,6 @@ from ..engine.loop import Watch
 from ..errors import RanksError
 from ..interrupts import uninterrupted
 from ..model.batch import ModelBatch
-from ..model.device_memory import MemoryUse
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
 from ..planning.requests_and_prefixes import Request
@@ -48,8 +47,7 @@ def _first(each: list[Any]) -> Any:
 _LASTING: dict[str, dict[str, OfAll | None]] = {  # things of more than one call
     "memory": {
         "free": min,
-        "peak": lambda each: MemoryUse(*map(max, zip(*each, strict=True))),
-        "used": lambda each: MemoryUse(*map(min, zip(*each, strict=True))),
+        "taken_since_mark": max,
         **dict.fromkeys(("trim", "start", "mark")),
     },
     "storage": {**dict.fromkeys(("reserve", "grow", "keep_only"), _first), "release": None},
@@ -90,9 +88,9 @@ class Leader(Devices):
         """An error in the block ends the call on all. What this gives ends it well: it takes the results."""
         group = self.group
         self._come, self._begun, self._is_over, group.watch.interrupted = {}, False, False, False
+        group.check()
         try:
             with group.watch.during_a_call():
-                group.check()
                 yield self._finish
         except BaseException as error:
             with uninterrupted():
@@ -139,12 +137,11 @@ class Leader(Devices):
     def hand_out(self, result: bytes) -> None:
         """One of a stream."""
         with uninterrupted():
-            self._listen()
             self.group.tell("result", result)
 
     def _finish(self, results: bytes) -> None:
         with uninterrupted():
-            self._listen()
+            self._hear()
             for rank, (_, failed) in self._end("done", "", results).items():
                 if failed is not None:
                     raise self.group.error_of(rank, failed)
@@ -193,11 +190,15 @@ class Leader(Devices):
 
     # -- what followers do as well -----------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Before anything else is told: has a follower failed, or was it interrupted?"""
+    def _hear(self) -> None:
+        """Has a follower failed?"""
         for rank in self.group.followers:
             if self.group.waiting(rank):
                 self.group.said_by(rank)
+
+    def _listen(self) -> None:
+        """Before anything else is done by all: has a follower failed, or was it interrupted?"""
+        self._hear()
         if self.group.watch.interrupted:
             self.group.watch.interrupted = False
             raise KeyboardInterrupt
@@ -230,6 +231,8 @@ class Leader(Devices):
         self, thing: Any, name: str, own: Callable[..., Any], of_all: OfAll | None, sends: Any, keeps: bool,
         *given: Any, **named: Any,
     ) -> Any:  # fmt: skip
+        if not self._begun and name in _ENDS:  # followers drop theirs when the next call begins
+            self._things.pop(getattr(thing, _NUMBER), None)
         if not self._begun or self._within:
             return own(*given, **named)
         make = partial(own, *given, **named)
@@ -371,14 +374,8 @@ class LeadersCall(Call):
         super().begin(job, outputs, strict)
 
     def run(self, watch: Watch | None = None) -> Iterator[Request]:
-        check = self._leader.group.check
-
-        def watched(step: Any, new_tokens: int) -> None:
-            check()
-            if watch is not None:
-                watch(step, new_tokens)
-
-        return super().run(watched)
+        self.engine.after_waiting = self._leader.group.check
+        return super().run(watch)
 
     @contextmanager
     def owner_in_control(self) -> Iterator[None]:
