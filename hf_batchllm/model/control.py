@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
@@ -34,6 +34,7 @@ class ModelControl:
     ) -> None:
         self.adapters = adapters
         self.is_applied = False
+        self.around_users: Callable[[], AbstractContextManager[None]] = nullcontext  # while code of theirs runs
         self._attention = AttentionSwap(model)
         self._compiled = Uncompiled(every_module(model))
         swaps = adapters, self._compiled, fused, HeadSwap(base_model(model).get_output_embeddings()), fixed
@@ -64,7 +65,7 @@ class ModelControl:
     @contextmanager
     def users_turn(self) -> Iterator[None]:
         """While the block runs, code of the user's may run the model, which has the adapter of the call's steps."""
-        with self._adapter_alone(), users_handler():
+        with self._adapter_alone(), users_handler(), self.around_users():
             yield
 
     @contextmanager

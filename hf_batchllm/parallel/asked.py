@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -34,8 +34,7 @@ def asked_for(job: Job, config: BatchConfig) -> dict[str, bytes]:
     }
 
 
-@contextmanager
-def without_the_model(model: nn.Module, size: int) -> Iterator[None]:
+def refusing_the_model(model: nn.Module, size: int) -> Callable[[], AbstractContextManager[None]]:
     """While code of the user's runs in the leader alone: the model would wait for its other parts for ever."""
     inner = base_model(model)
     parts = {id(each) for each in every_module(inner)}
@@ -48,8 +47,12 @@ def without_the_model(model: nn.Module, size: int) -> Iterator[None]:
                 "schedulers cannot run such a model"
             )
 
-    hook = register_module_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        hook = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    return refusing

@@ -13,20 +13,18 @@ from ..engine.call import Call
 from ..engine.call_outputs import CallOutputs
 from ..engine.computed_with import ComputedWith
 from ..engine.device_loop.decode_graphs import DecodeGraphs
-from ..engine.device_loop.decode_rows import Pick
-from ..engine.device_loop.seats import Seats
 from ..engine.devices import Devices
 from ..engine.job import Job
 from ..errors import RanksError
 from ..interrupts import Interrupts, uninterrupted
 from ..model.attention.kv_storage import KVStorage
-from ..model.device_memory import DeviceMemory, is_out_of_memory
+from ..model.device_memory import is_out_of_memory
 from ..model.model_in_use import ModelInUse
-from ..model.runner import ModelRunner
 from ..sampling.sampling_kernels import sampling_kernels
 from .asked import asked_for
 from .group import INTERRUPTED, Group, Over, in_words, unpacked
-from .leader import DEVICES, Answer, Numbered
+from .leader import Answer
+from .things import Numbered, Own, Shared
 
 
 class Followed(BaseException):
@@ -80,8 +78,18 @@ class Follower(Devices):
                 raise self._ended(frame)
             _, number, there = frame
             self._things = {each: thing for each, thing in self._things.items() if each in there}
-            self._things |= {DEVICES: self, number: call.use}
+            self._things |= {0: self, number: call.use}
             self._first = number
+            use, resources = call.use, call.resources
+            self._own = {
+                "model": use.model,
+                "architecture": use.architecture,
+                "device": use.device,
+                "config": resources.config,
+                "notices": resources.notices,
+                "pick": lambda logits, seats, made: self._picked(len(seats)),
+                "advance": sampling_kernels(use.device, use.kernels_by_name).advance,
+            }
             self.group.begin()
 
     def results(self) -> Iterator[Any]:
@@ -160,17 +168,14 @@ class Follower(Devices):
 
     # -- frames ------------------------------------------------------------------------------------------------------
 
-    def _do(
-        self, number: int, name: str, given: Sequence[Any], named: dict[str, Any], keep: int | None, answers: bool
-    ) -> None:
+    def _do(self, number: int, name: str, given: Sequence[Any], keep: int | None, answers: bool) -> None:
         if self._failed is not None:
             return  # the leader will hear of it
         group, value = self.group, None
         try:
             runner = self._call.use.runner
             with torch.no_grad(), nullcontext() if runner is None else runner.surroundings():
-                things = [self._things[each.number] if isinstance(each, Numbered) else each for each in given]
-                value = getattr(self._things[number], name)(*things, **named)
+                value = getattr(self._things[number], name)(*map(self._here, given))
         except Exception as error:
             group.watch.tell(in_words(error))
             self._told = True
@@ -187,45 +192,29 @@ class Follower(Devices):
         if answers:
             group.send(0, "said", Answer(value, None, False, self.group.given()))
 
+    def _here(self, given: Any) -> Any:
+        """What ``given`` stands for."""
+        match given:
+            case Numbered(number):
+                return self._things[number]
+            case Own(name):
+                return self._own[name]
+            case Shared(number):
+                return self._picked(number)
+        return given
+
+    # -- devices -----------------------------------------------------------------------------------------------------
+
     def model_in_use(self, *given: Any) -> ModelInUse:
         use = super().model_in_use(*given)
         use.sums = lambda: self.group.sums(use.device, use._notices)
         return use
 
-    # -- things ------------------------------------------------------------------------------------------------------
-
-    def make_memory(self) -> DeviceMemory:
-        return self.memory(self._device)
-
-    def make_storage(self, *given: int) -> KVStorage:
-        return self.storage(*given)
-
-    def make_computed_with(self) -> ComputedWith:
-        use = self._call.use
-        return self.computed_with(use.model, use.architecture)
-
-    def make_seats(self, stop_tokens: Sequence[frozenset[int]], keep_tokens: bool) -> Seats:
-        """They get what the leader has picked."""
-        seats = self.seats(stop_tokens, self._device, keep_tokens)
-        own = seats.store
-        object.__setattr__(seats, "store", lambda where: own(where, self._picked(len(where))))
-        return seats
-
-    def make_graphs(self, runner: ModelRunner, seats: Seats, picks: bool, most_times: int) -> DecodeGraphs | None:
-        """Their rows go on from what the leader has picked."""
-        use = self._call.use
-        pick: Pick | None = None
-        if picks:
-            pick = lambda logits, seats, made: self._picked(len(seats))  # noqa: E731
-        advance = sampling_kernels(use.device, use.kernels_by_name).advance if picks else None
-        resources = self._call.resources
-        graphs = self.graphs(resources.config, runner, seats, pick, advance, most_times, resources.notices, None)
+    def graphs(self, *given: Any) -> DecodeGraphs | None:
+        graphs = super().graphs(*given)
         if graphs is not None:
             graphs.any_says = self.group.any
-            self.group.counts(graphs)
-            own = graphs.close
-            on_gpu = use.device.type == "cuda"
-            graphs.close = lambda: own(torch.cuda.current_stream(use.device) if on_gpu else None)  # type: ignore
+            self.group.graphs = graphs
         return graphs
 
     def _picked(self, count: int) -> torch.Tensor:

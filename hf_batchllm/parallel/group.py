@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
+from ..engine.device_loop.decode_graphs import DecodeGraphs
 from ..errors import RanksError
 from ..interrupts import uninterrupted
 from ..model.transfers import current_device
@@ -68,7 +69,8 @@ class Group:
         self._exchanged = exchanged
         self._sums: Sums | None = None
         self.watch = watch
-        self._replays, self._before = 0, (0, 0)
+        self._before = 0
+        self.graphs: DecodeGraphs | None = None  # of the call; their steps are exchanged, and not counted
 
     @property
     def leads(self) -> bool:
@@ -192,25 +194,14 @@ class Group:
 
     def begin(self) -> None:
         """A call does, on all of them. From here on it may wait for its device."""
-        self._before = 0, 0
-        self._before = self.given()
+        self._before, self.graphs = 0, None
+        self._before = self.given()[0]
         self.watch.start()
 
     def given(self) -> tuple[int, int]:
-        """What this device was given since the call began: exchanges, and steps whose exchanges are not counted."""
+        """What this device was given since the call began: exchanges, and steps of graphs."""
         exchanged = self._exchanged() + (0 if self._sums is None else self._sums.made)
-        return exchanged - self._before[0], self._replays - self._before[1]
-
-    def counts(self, graphs: Any) -> None:
-        """The steps that they replay."""
-        own = graphs.run
-
-        def run(*given: Any) -> Any:
-            produced = own(*given)
-            self._replays += 1
-            return produced
-
-        graphs.run = run
+        return exchanged - self._before, 0 if self.graphs is None else self.graphs.steps
 
     def broadcast(self, tokens: torch.Tensor) -> torch.Tensor:
         """The leader's tokens on all devices. No host waits for them."""

@@ -1,15 +1,14 @@
 """The leader runs the engine as on one device. What touches its device tells the followers to do the same.
 
-A thing that touches the device has a number. When a method of it is called, a ``do`` frame goes out first, with the
-arguments; things stand for themselves there. Where something may fail on one device alone, each follower answers.
+A thing that touches the device has a number. Where a method of it is called that things.py names, a ``do`` frame goes
+out first, with the arguments. Where something may fail on one device alone, each follower answers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -19,46 +18,16 @@ import torch
 from ..engine.call import Call
 from ..engine.call_outputs import CallOutputs
 from ..engine.device_loop.decode_graphs import DecodeGraphs
-from ..engine.device_loop.seats import Seats
 from ..engine.devices import Devices
 from ..engine.job import Job
-from ..engine.loop import Watch
 from ..errors import RanksError
 from ..interrupts import uninterrupted
-from ..model.batch import ModelBatch
 from ..model.model_in_use import ModelInUse
-from ..model.runner import ModelRunner
-from ..planning.requests_and_prefixes import Request
-from .asked import asked_for, without_the_model
+from .asked import asked_for, refusing_the_model
 from .group import FAILED, INTERRUPTED, Group, in_words, packed
+from .things import Shared, Way, lead, plain, sent
 
 _SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
-_NUMBER = "_number_on_followers"
-DEVICES = 0  # the number of what makes things
-OfAll = Callable[[list[Any]], Any]  # makes one of what all of them say
-_ENDS = "release", "drop_runner", "close"  # done in any case, also where a follower has failed
-
-
-def _first(each: list[Any]) -> Any:
-    return each[0]
-
-
-# The methods of things that followers call as well. None: nobody asks what they say.
-_LASTING: dict[str, dict[str, OfAll | None]] = {  # things of more than one call
-    "memory": {
-        "free": min,
-        "taken_since_mark": max,
-        **dict.fromkeys(("trim", "start", "mark")),
-    },
-    "storage": {**dict.fromkeys(("reserve", "grow", "keep_only"), _first), "release": None},
-    "computed_with": {"holds_for": all},
-}
-
-
-class Numbered(NamedTuple):
-    """Stands for a thing in a frame."""
-
-    number: int
 
 
 class Answer(NamedTuple):
@@ -70,16 +39,17 @@ class Answer(NamedTuple):
     given: tuple[int, int]  # to its device
 
 
-class Leader(Devices):
-    """Makes things that lead."""
+class Leader:
+    """Tells followers."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._numbers = itertools.count(DEVICES + 1)
+        self._numbers = itertools.count()
         self._things: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._come: dict[int, Any] = {}  # followers that have come to the call: what they ask for, or why they cannot
-        self._shadowed: list[tuple[Any, str]] = []
         self._begun = self._within = self._is_over = False
+        self.devices = LeadersDevices()
+        self.lead(self.devices, "devices")
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
@@ -104,9 +74,6 @@ class Leader(Devices):
             raise
         finally:
             self._begun = False
-            for thing, name in self._shadowed:  # what holds itself would stay in memory
-                vars(thing).pop(name, None)
-            self._shadowed.clear()
 
     def meet(self, asked: dict[str, bytes], use: ModelInUse) -> None:
         """All have come to the call, and ask for the same."""
@@ -123,8 +90,8 @@ class Leader(Devices):
                         f"the {group.size} ranks that run this model together have different {what}: {_SAME_CALLS} "
                         f"(rank {others[0]} has others than rank 0)"
                     )
-            self._number(use, next(self._numbers))
-            group.tell("begin", getattr(use, _NUMBER), [*self._things])
+            self.lead(use, "use")
+            group.tell("begin", use._number, [*self._things])  # type: ignore[attr-defined]
             self._begun = True
             group.begin()
 
@@ -204,63 +171,38 @@ class Leader(Devices):
             raise KeyboardInterrupt
         self.group.check()
 
-    def _number(self, thing: Any, number: int) -> None:
-        object.__setattr__(thing, _NUMBER, number)
+    def lead(self, thing: Any, kind: str, number: int | None = None) -> None:
+        number = next(self._numbers) if number is None else number
+        lead(thing, kind, self, number)
         self._things[number] = thing
 
-    def _lead(
-        self,
-        thing: Any,
-        methods: Mapping[str, OfAll | None],
-        sends: Callable[..., Sequence[Any]] = lambda *given: given,
-        keeps: bool = False,
-    ) -> Any:
-        """From here on all call these methods. Followers get what ``sends`` makes of the arguments.
-
-        keeps: what comes of them is a thing as well.
-        """
-        for name, of_all in methods.items():
-            object.__setattr__(
-                thing, name, partial(self._call, thing, name, getattr(thing, name), of_all, sends, keeps)
-            )
-            if methods not in _LASTING.values():
-                self._shadowed.append((thing, name))
-        return thing
-
-    def _call(
-        self, thing: Any, name: str, own: Callable[..., Any], of_all: OfAll | None, sends: Any, keeps: bool,
-        *given: Any, **named: Any,
-    ) -> Any:  # fmt: skip
-        if not self._begun and name in _ENDS:  # followers drop theirs when the next call begins
-            self._things.pop(getattr(thing, _NUMBER), None)
+    def do(self, thing: Any, name: str, way: Way, given: Sequence[Any]) -> Any:
+        """On all of them, as ``Way`` has it, where a call has begun."""
+        own = plain(thing, name)
         if not self._begun or self._within:
-            return own(*given, **named)
-        make = partial(own, *given, **named)
-        return self._together(getattr(thing, _NUMBER), name, make, of_all, keeps, sends(*given), named)
-
-    def _together(
-        self, number: int, name: str, own: Callable[[], Any], of_all: OfAll | None, keeps: bool,
-        given: Sequence[Any], named: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        sent = [Numbered(getattr(each, _NUMBER)) if hasattr(each, _NUMBER) else each for each in given]
-        keep, ends = next(self._numbers) if keeps else None, name in _ENDS
+            if way.ends and not self._begun:  # followers drop theirs when the next call begins
+                self._things.pop(thing._number, None)
+            return own(*given)
+        told, keep = way.sends(*given), next(self._numbers) if way.makes else None
         with uninterrupted():
-            with suppress(RanksError) if ends else nullcontext():
-                if not ends:
+            with suppress(RanksError) if way.ends else nullcontext():
+                if not way.ends:
                     self._listen()
-                self.group.tell("do", number, name, sent, named, keep, of_all is not None)
+                self.group.tell("do", thing._number, name, [*map(sent, told)], keep, way.of_all is not None)
             value, error, self._within = None, None, True
             try:
-                value = own()
+                if told and isinstance(told[-1], Shared):
+                    given = (*given[:-1], self.group.broadcast(given[-1]))
+                value = own(*given)
             except Exception as failed:
-                if of_all is None:
+                if way.of_all is None:
                     raise
                 error = failed
             finally:
                 self._within = False
             if keep is not None and value is not None:
-                self._number(value, keep)
-            return value if of_all is None else of_all(self._all_said(value, error))
+                self.lead(value, way.makes, keep)
+            return value if way.of_all is None else way.of_all(self._all_said(value, error))
 
     def _all_said(self, value: Any, error: Exception | None) -> list[Any]:
         """With the leader's own. An error where it has failed on one of them."""
@@ -285,104 +227,50 @@ class Leader(Devices):
             raise torch.OutOfMemoryError("another process that runs this model has no memory for its part")
         raise group.error_of(rank, str(why))
 
-    # -- things ------------------------------------------------------------------------------------------------------
 
-    def _made(self, kind: str, make: Callable[[], Any], *given: Any) -> Any:
-        """Made by all of them, where a call has begun."""
-        if self._begun:
-            made = self._together(DEVICES, f"make_{kind}", make, _first, True, given, {})
-        else:
-            self._number(made := make(), next(self._numbers))
-        return made
+class LeadersDevices(Devices):
+    """Tokens that are picked on the leader's device go to all devices."""
 
-    def memory(self, *given: Any) -> Any:
-        return self._lead(self._made("memory", partial(super().memory, *given)), _LASTING["memory"])
+    _leader: Leader
 
-    def storage(self, *given: Any) -> Any:
-        return self._lead(self._made("storage", partial(super().storage, *given), *given), _LASTING["storage"])
-
-    def computed_with(self, *given: Any) -> Any:
-        return self._lead(
-            self._made("computed_with", partial(super().computed_with, *given)), _LASTING["computed_with"]
-        )
-
-    def seats(self, stop_tokens: Sequence[frozenset[int]], device: torch.device, keep_tokens: bool = True) -> Seats:
-        make = partial(super().seats, stop_tokens, device, keep_tokens)
-        seats: Seats = self._made("seats", make, stop_tokens, keep_tokens)
-        own = seats.store
-        object.__setattr__(seats, "store", lambda where, picked: own(where, self.group.broadcast(picked)))
-        self._lead(seats, {"store": None}, lambda where, _: [where])
-        self._lead(seats, {"set": None})
-        return seats
-
-    def graphs(self, config: Any, runner: Any, seats: Any, pick: Any, advance: Any, most_times: int, *more: Any) -> Any:
-        picks = None if pick is None else lambda *given: self.group.broadcast(pick(*given))
-        make = partial(super().graphs, config, runner, seats, picks, advance, most_times, *more)
-        graphs: DecodeGraphs | None = self._made("graphs", make, runner, seats, pick is not None, most_times)
-        if graphs is None:
-            return None
-        graphs.any_says = self.group.any
-        self.group.counts(graphs)
-        self._lead(graphs, {"run": None}, lambda batch, steps: [sendable(batch), steps])
-        self._lead(graphs, {"close": None}, lambda _: [])
-        return self._lead(graphs, dict.fromkeys(("prepare", "ready_for_drafts", "owner_had_control")))
-
-    def model_in_use(self, *given: Any) -> Any:
+    def model_in_use(self, *given: Any) -> ModelInUse:
         use = super().model_in_use(*given)
-        use.sums = partial(self.group.sums, use.device, given[-1])
-        self._lead(use, {"check": self._same_kernels, "fuse": _first, "drop_runner": None})
-        self._lead(use, {"run_over": None}, lambda storage, *_: [storage], keeps=True)
-        run_over = use.run_over
-        object.__setattr__(use, "run_over", lambda *given: self._leading(run_over(*given)))
+        use.sums = partial(self._leader.group.sums, use.device, given[-1])
         return use
 
-    def _leading(self, runner: ModelRunner) -> ModelRunner:
-        self._lead(runner, {"launch": None}, lambda batch, latest: [sendable(batch), latest])
-        self._lead(runner, {"try_step": _first}, lambda batch: [sendable(batch)])
-        users_turn = runner.control.users_turn
-
-        @contextmanager
-        def alone() -> Iterator[None]:
-            with users_turn(), without_the_model(runner.model, self.group.size):
-                yield
-
-        runner.control.users_turn = alone  # type: ignore[method-assign]
-        self._shadowed.append((runner.control, "users_turn"))
-        return runner
-
-    def _same_kernels(self, each: list[list[str]]) -> list[str]:
-        if any(others != each[0] for others in each):
-            raise RanksError(
-                f"the {self.group.size} ranks that run this model together have different kernels that can be used: "
-                'leave more memory free, or pass `backend="torch"` on all of them'
-            )
-        return each[0]
+    def graphs(self, config: Any, runner: Any, seats: Any, pick: Any, *others: Any) -> DecodeGraphs | None:
+        group = self._leader.group
+        graphs = super().graphs(
+            config, runner, seats, None if pick is None else lambda *given: group.broadcast(pick(*given)), *others
+        )
+        if graphs is not None:
+            graphs.any_says = group.any
+            group.graphs = graphs
+        return graphs
 
     def close(self) -> None:
-        self.group.close()
+        self._leader.group.close()
 
 
 class LeadersCall(Call):
     @property
     def _leader(self) -> Leader:
-        leader = self.resources.devices
-        assert isinstance(leader, Leader)
-        return leader
+        devices = self.resources.devices
+        assert isinstance(devices, LeadersDevices)
+        return devices._leader
 
     def begin(self, job: Job, outputs: CallOutputs, strict: bool) -> None:
         self._leader.meet(asked_for(job, self.resources.config), self.use)
         super().begin(job, outputs, strict)
 
-    def run(self, watch: Watch | None = None) -> Iterator[Request]:
-        self.engine.after_waiting = self._leader.group.check
-        return super().run(watch)
+    def _wire(self) -> None:
+        super()._wire()
+        group = self._leader.group
+        self.engine.after_waiting = group.check
+        assert self.use.runner is not None
+        self.use.runner.control.around_users = refusing_the_model(self.use.model, group.size)
 
     @contextmanager
     def owner_in_control(self) -> Iterator[None]:
         with super().owner_in_control(), self._leader.group.watch.elsewhere():
             yield
-
-
-def sendable(batch: ModelBatch) -> ModelBatch:
-    """Without requests, which followers know nothing of."""
-    return replace(batch, asked=[])

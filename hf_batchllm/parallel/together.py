@@ -41,7 +41,9 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         else:
             self._follower, self._kind_of_call = Follower(group), FollowersCall
         with group.all_or_none():
-            return Resources(self._model, config, self._notices, self._leader or self._follower or Devices())
+            devices: Devices | None = self._follower if self._leader is None else self._leader.devices
+            assert devices is not None
+            return Resources(self._model, config, self._notices, devices)
 
     @property
     def _said_by_all(self) -> Callable[[T], list[T]] | None:

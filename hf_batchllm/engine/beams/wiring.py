@@ -28,7 +28,7 @@ def wire_beams(parts: Parts) -> Engine:
     # What belongs to the user may look at any of it, or change the model for the next step.
     depth = 1 if owners_code else DEPTH.get(device.type, 1)
     scheduler = BeamScheduler(groups, gather_rows(device), depth)
-    seats = parts.devices.seats([], device, keep_tokens=False)
+    seats = parts.devices.seats([], device, False)
     graphs = graphs_without_picking(parts, seats)
     launcher = BeamLauncher(
         groups, beam_scores, parts.timekeeper, parts.runner, seats, graphs, device, owners_code, job.picks_by_model

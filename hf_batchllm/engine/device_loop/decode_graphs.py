@@ -214,7 +214,7 @@ class DecodeGraphs:
     def _captured(self) -> set[_Kind]:
         return {kind for kind, graph in self._graphs.items() if graph.captured}
 
-    def prepare(self, left: Sequence[int], may_stop: bool, only_next: bool = False) -> None:
+    def prepare(self, left: Sequence[int], may_stop: bool, only_next: bool) -> None:
         """Capture one of the graphs that steps to come will need, while the device is at work on earlier ones.
 
         ``left``: how many tokens each of the running sequences may still get; ``may_stop``: some may end before that.
@@ -340,8 +340,11 @@ class DecodeGraphs:
         self._graphs = {kind: other for kind, other in self._graphs.items() if other is not graph}
         graph.drop_capture()
 
-    def close(self, stream: torch.cuda.Stream | None) -> None:
+    def close(self, stream: torch.cuda.Stream | None = None) -> None:
+        """``stream``: of the steps, if that is not the current one."""
         captured = any(graph.captured for graph in self._graphs.values())
+        if stream is None and self._seats.last.device.type == "cuda":
+            stream = torch.cuda.current_stream(self._seats.last.device)
         try:
             if stream is not None and self._graphs:
                 stream.synchronize()

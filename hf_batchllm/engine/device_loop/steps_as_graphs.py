@@ -169,9 +169,9 @@ class GraphLauncher(StepsAsGraphs, Launcher):
         if (not ahead or next_waits) and (not only_largest or running.most_is_known()):
             left, may_stop = running.tokens_left()
             if not ahead:
-                self.graphs.prepare(left, may_stop)
+                self.graphs.prepare(left, may_stop, False)
             elif max(left, default=0) > WORTHWHILE_STEPS:  # these are counted with the token of this step
-                self.graphs.prepare(left, may_stop, only_next=True)
+                self.graphs.prepare(left, may_stop, True)
 
     def _is_behind(self) -> bool:
         """Whether the device is still at work on the step before this one: then the host has time."""
