@@ -41,6 +41,20 @@ def interrupted_while_waiting(name: str) -> Any:
         return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
 
 
+def left_while_waiting(name: str) -> Any:
+    """By the first one, which is interrupted twice: it waits for one that comes after that."""
+    left = FOLDER / "left"
+    with BatchGenerator(sharded(name)) as gen:
+        if RANK == 0:
+            for after in (0.5, 1.0):
+                threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while RANK and not left.exists():
+            time.sleep(0.01)
+        found = error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2, **QUIET))
+        left.touch()
+        return found, error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2, **QUIET))
+
+
 def streams(name: str) -> Any:
     """Left before anything ran, and by one while another takes its time; Ctrl-C is the owner's between results."""
     model = sharded(name)
@@ -242,7 +256,7 @@ def one_fails_before_its_device(name: str) -> Any:
 
         def others() -> None:
             """Of what was to be exchanged, the device waits for the first. On a CPU the host itself would wait."""
-            while RANK == 0 and not group.waiting(1):
+            while RANK == 0 and not group._connections[1].poll():
                 time.sleep(0.01)
             patch.setattr(group, "_exchanged", lambda: 1000)
 

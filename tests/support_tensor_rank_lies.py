@@ -140,6 +140,24 @@ def different_ways(name: str) -> Any:
         return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
 
 
+def different_calls(name: str) -> Any:
+    """One streams, or scores, where the other generates; and the other way round."""
+    with BatchGenerator(sharded(name)) as gen:
+
+        def generates() -> Any:
+            return gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET)
+
+        def streams() -> Any:
+            return [*gen.stream([[1, 2, 3]], max_new_tokens=4)]
+
+        def scores() -> Any:
+            return gen.score([[1, 2, 3]], [[[4]]], **QUIET)
+
+        pairs = [(generates, streams), (streams, generates), (generates, scores)]
+        found = [error_of(pair[RANK]) for pair in pairs]
+        return found, generates().token_ids
+
+
 def comes_late(name: str) -> Any:
     """To a call that the first rank waits for."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:

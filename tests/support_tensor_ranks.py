@@ -65,7 +65,7 @@ def over_twins(case: Callable[..., Any]) -> Callable[..., Any]:
 
 def group_of(gen: Any) -> Any:
     """The processes that have the model of a generator together."""
-    return (gen._leader or gen._follower).group
+    return gen._group
 
 
 def error_of(call: Callable[[], Any]) -> str:

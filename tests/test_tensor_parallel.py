@@ -32,6 +32,7 @@ CASES = (
     "accelerates:llama",
     "one_fails:llama",
     "different_ways:llama",
+    "different_calls:llama",
     "interrupted_while_waiting:llama",
     "streams:llama",
     "looked_at_alike:llama",
@@ -112,6 +113,12 @@ def test_a_seed_that_one_draws_and_the_other_does_not_is_an_error_on_all(two: li
     assert again == again_there and len(again[0]) == 2
 
 
+def test_different_kinds_of_calls_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
+    (first, again), (second, again_there) = (found["different_calls:llama"] for found in two)
+    assert first == second and all("have different calls" in each for each in first), first
+    assert again == again_there and len(again[0]) == 4
+
+
 def test_an_interrupt_of_all_comes_while_some_wait(two: list[dict[str, Any]]) -> None:
     for found in two:
         error, again = found["interrupted_while_waiting:llama"]
@@ -143,7 +150,8 @@ def test_a_rank_that_is_killed_ends_the_call_on_the_others(two: list[dict[str, A
 def test_ranks_that_are_left_make_no_other_call(tmp_path: Path) -> None:
     found = run_ranks(SCRIPT, tmp_path, 4, "one_is_gone")
     for each in (found[0], *found[2:]):
-        again = each["one_is_gone"][2]
+        error, _, again = each["one_is_gone"]
+        assert error.startswith("RanksError"), error
         assert again.startswith("RanksError") and "start the processes again" in again, again
 
 
@@ -223,6 +231,14 @@ def test_a_device_that_waits_for_what_one_has_not_launched_ends_the_group(tmp_pa
     for error, again in errors:
         assert error.startswith(told)
         assert again == after and again.startswith(told) and "start the processes again" in again
+
+
+def test_a_second_interrupt_leaves_ranks_that_may_never_come(tmp_path: Path) -> None:
+    case = "left_while_waiting:llama"
+    first, second = (found[case] for found in run_ranks(SCRIPT, tmp_path, 2, case))
+    assert first[0].startswith("KeyboardInterrupt") or first[0].startswith("GenerationInterrupted"), first
+    assert "rank 0 of the 2 that run this model together was interrupted" in second[0], second
+    assert all(each[1].startswith("RanksError") for each in (first, second)), (first, second)
 
 
 @pytest.mark.parametrize("case", ENDED[1:])

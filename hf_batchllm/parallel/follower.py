@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,146 +19,175 @@ from ..engine.job import Job
 from ..errors import RanksError
 from ..interrupts import Interrupts, uninterrupted
 from ..model.attention.kv_storage import KVStorage
-from ..model.device_memory import is_out_of_memory
 from ..model.model_in_use import ModelInUse
 from ..sampling.sampling_kernels import sampling_kernels
 from .asked import asked_for
-from .group import INTERRUPTED, Group, Over, in_words, unpacked
-from .leader import Answer
+from .group import INTERRUPTED, Ending, Group, in_words, unpacked
 from .things import Numbered, Own, Shared
 
 
-class Followed(BaseException):
-    """The leader has ended the call: with results, or with an error."""
+class Ended(BaseException):
+    """The leader has ended the call."""
 
-    def __init__(self, results: Any, error: BaseException | None = None) -> None:
-        self.results, self.error = results, error
-        super().__init__()
+
+@dataclass
+class Turn:
+    """A call of a follower's, of this kind."""
+
+    kind: str
+    call: Call | None = None  # once it has come to it
+    begun: bool = False
+    is_over: bool = False
+    failed: BaseException | None = None  # in the latest frame that failed
+    left: bool = False  # it has failed where nobody waits for an answer, and does nothing more
+    told: bool = False  # the watch has heard of a failure, and the leader may not have
+    results: Any = None
+    error: BaseException | None = None  # what is raised in the end
 
 
 class _TellsTheLeader(Interrupts):
+    """A second one leaves the others, whose devices may wait for this one."""
+
     def __init__(self, group: Group) -> None:
         super().__init__()
         self._group = group
 
+    def act(self) -> None:
+        """The leader does."""
+
     def _note(self, number: int, frame: Any) -> None:
-        self._group.watch.tell_of_interrupt()
+        if self._in_force and self._came is None:
+            self._came = frame
+            self._group.watch.tell_of_interrupt()
+            return
+        self._group.watch.end(self._group.rank, INTERRUPTED)
+        self._users(number, frame)
 
 
 class Follower(Devices):
-    """Does what frames say. ``call``: the one that runs."""
+    """Does what frames say."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._things: dict[int, Any] = {}
-        self._call: Call
+        self._own: dict[str, Any] = {}  # what this process has in the place of the leader's
         self._first = 0  # number of a thing of this call
-        self._has_come = self._is_over = False
-        self._failed: BaseException | None = None  # in a frame
-        self._answered: BaseException | None = None  # a failure that may have been one of memory, and no error
-        self._told = False  # the watch, of a failure that the leader has not answered yet
+        self._turn = Turn("")
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """It will come to a call."""
+    @contextmanager
+    def call(self, kind: str) -> Iterator[Turn]:
+        """The leader ends it, in the block. The results are in what this gives."""
         self.group.check()
-        self._has_come = self._is_over = self._told = False
-        self._failed = self._answered = None
+        turn = self._turn = Turn(kind)
+        with self.group.watch.during_a_call():
+            try:
+                yield turn
+            except Ended:
+                pass
+            except BaseException as error:
+                self._fail(error)
+                raise
+        if turn.error is not None:
+            raise turn.error from None
 
-    def meet(self, call: Call, job: Job) -> None:
-        """All have come to the call."""
-        asked = asked_for(job, call.resources.config)
-        self._call = call
+    def follow(self, call: Call, job: Job) -> Iterator[Any]:
+        """The results of a stream. It ends in ``Ended``."""
+        asked = {"calls": self._turn.kind.encode(), **asked_for(job, call.resources.config)}
         with uninterrupted():
-            self._has_come = True
-            self.group.send(0, "here", asked, None)
-            with self.group.says_that_it_waits():
-                frame = self.group.receive()
-            if frame[0] == "over":
-                raise self._ended(frame)
-            _, number, there = frame
-            self._things = {each: thing for each, thing in self._things.items() if each in there}
-            self._things |= {0: self, number: call.use}
-            self._first = number
-            use, resources = call.use, call.resources
-            self._own = {
-                "model": use.model,
-                "architecture": use.architecture,
-                "device": use.device,
-                "config": resources.config,
-                "notices": resources.notices,
-                "pick": lambda logits, seats, made: self._picked(len(seats)),
-                "advance": sampling_kernels(use.device, use.kernels_by_name).advance,
-            }
-            self.group.begin()
+            self._turn.call = call
+            self.group.send(0, "here", asked)
+        with self.group.says_that_it_waits():
+            self.group.wait_for()
+        return self._results(call)
 
-    def results(self) -> Iterator[Any]:
-        """Those of a stream. It ends in ``Followed``."""
-        interrupts = _TellsTheLeader(self.group)
+    def _results(self, call: Call | None) -> Iterator[Any]:
+        turn, interrupts = self._turn, _TellsTheLeader(self.group)
         interrupts.begin()
         try:
             while True:
-                try:
-                    frame = self.group.receive()
-                    if self._told and self._failed is None:  # the leader has read the answer that said so
-                        self._told = False
-                        self.group.watch.all_have_heard()
-                    if frame[0] == "do":
-                        self._do(*frame[1:])
-                        continue
-                except Over as over:
-                    frame = over.frame
-                if frame[0] == "over":
-                    raise self._ended(frame)
-                self._call.use.put_back()
-                interrupts.pause()
-                with self.group.watch.elsewhere():
-                    yield unpacked(frame[1], self._call.use.device)
-                interrupts.begin()
+                kind, *said = self.group.receive()
+                if turn.told and turn.failed is not None and not turn.left:
+                    self._told()  # the leader has read the answer that said so
+                if kind == "do":
+                    self._do(*said)
+                elif kind == "over":
+                    self._end(*said)
+                elif call is None:
+                    continue
+                elif kind == "begin":
+                    self._begin(call, *said)
+                else:
+                    call.use.put_back()
+                    interrupts.pause()
+                    with self.group.watch.elsewhere():
+                        yield unpacked(said[0], call.use.device)
+                    interrupts.begin()
         finally:
             interrupts.pause()
 
-    def fail(self, error: BaseException) -> None:
+    def _begin(self, call: Call, number: int, there: Sequence[int]) -> None:
+        use, resources = call.use, call.resources
+        self._things = {each: thing for each, thing in self._things.items() if each in there}
+        self._things |= {0: self, number: use}
+        self._first = number
+        self._own = {
+            "model": use.model,
+            "architecture": use.architecture,
+            "device": use.device,
+            "config": resources.config,
+            "notices": resources.notices,
+            "pick": lambda logits, seats, made: self._picked(len(seats), use.device),
+            "advance": sampling_kernels(use.device, use.kernels_by_name).advance,
+        }
+        self._turn.begun = True
+        self.group.begin()
+
+    def _end(self, ending: Ending) -> None:
+        """Nothing of the call stays on the device but what later ones may need."""
+        turn, group = self._turn, self.group
+        turn.is_over = True
+        group.send(0, "over", group.given())
+        if turn.told:
+            self._told()
+        device = torch.device("cpu")
+        if turn.call is not None and turn.begun:
+            turn.call.use.restore()
+            if ending.how != "done":
+                turn.call.use.release()
+            self._drop(everything=turn.left)
+            device = turn.call.use.device
+        if ending.how == INTERRUPTED:
+            turn.error = unpacked(ending.results, device)
+        elif turn.left or ending.rank == group.rank:
+            turn.error = turn.failed
+            if group.watch.failure is not None and group.watch.failure[0] != group.rank:
+                group.check()  # that is why
+        elif ending.how == "failed":
+            turn.error = RanksError(ending.said)
+        else:
+            turn.results = unpacked(ending.results, device)
+        raise Ended
+
+    def _fail(self, error: BaseException) -> None:
         """This rank leaves the call by itself. Steps on their way are those of all devices, and go on."""
-        if self._is_over:
+        turn, group = self._turn, self.group
+        if turn.is_over:
             return
-        with uninterrupted(), suppress(Followed, RanksError):
-            if self._has_come:
-                self.group.send(0, "failed", in_words(error))
-            else:
-                self.group.send(0, "here", {}, in_words(error))
-            if not (self._has_come and isinstance(error, KeyboardInterrupt | GeneratorExit)):  # else no frame is lost
-                self.group.watch.tell(in_words(error))
-                self._told = True
-            for _ in self.results():
-                pass
+        with suppress(Ended, RanksError):
+            with uninterrupted():
+                group.send(0, "failed", group.failure(error))
+                if not isinstance(error, GeneratorExit):
+                    group.watch.tell(in_words(error))
+                    turn.told = True
+            if group.watch.failure is None:
+                for _ in self._results(turn.call):
+                    pass
 
-    def _ended(self, frame: tuple[Any, ...]) -> Followed:
-        """The leader has ended the call: nothing of it stays on the device but what later ones may need."""
-        _, how, said, data = frame
-        self._is_over = True
-        if self._has_come and self._things:
-            self._call.use.restore()
-            if how != "done":
-                self._call.use.release()
-            self._drop(everything=self._failed is not None)
-        self.group.send(0, "over", self.group.given())
-        if self._told:
-            self._told = False
-            self.group.watch.all_have_heard()
-        if self._failed is not None and how != INTERRUPTED:
-            return Followed(None, self._failed)
-        if self._answered is not None and said == str(self.group.error_of(self.group.rank, in_words(self._answered))):
-            return Followed(None, self._answered)
-        if how == "failed":
-            return Followed(None, RanksError(said))
-        results = unpacked(data, self._device)
-        return Followed(None, results) if how == INTERRUPTED else Followed(results)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._call.use.device if self._has_come else torch.device("cpu")
+    def _told(self) -> None:
+        self._turn.told = False
+        self.group.watch.all_have_heard()
 
     def _drop(self, everything: bool) -> None:
         for number, thing in [*self._things.items()]:
@@ -169,28 +199,25 @@ class Follower(Devices):
     # -- frames ------------------------------------------------------------------------------------------------------
 
     def _do(self, number: int, name: str, given: Sequence[Any], keep: int | None, answers: bool) -> None:
-        if self._failed is not None:
-            return  # the leader will hear of it
-        group, value = self.group, None
+        turn, group = self._turn, self.group
+        assert turn.call is not None
+        if turn.left:
+            return
         try:
-            runner = self._call.use.runner
+            runner = turn.call.use.runner
             with torch.no_grad(), nullcontext() if runner is None else runner.surroundings():
                 value = getattr(self._things[number], name)(*map(self._here, given))
         except Exception as error:
+            turn.failed, turn.left, turn.told = error, not answers, True
+            if answers:  # and all may go on: frames hold tensors
+                traceback.clear_frames(error.__traceback__)
             group.watch.tell(in_words(error))
-            self._told = True
-            if answers:
-                traceback.clear_frames(error.__traceback__)  # they hold tensors
-                self._answered = error
-                group.send(0, "said", Answer(None, in_words(error), is_out_of_memory(error), self.group.given()))
-            else:
-                self._failed = error
-                group.send(0, "failed", in_words(error))
+            group.send(0, "failed", group.failure(error))
             return
         if keep is not None and value is not None:
             self._things[keep], value = value, None
         if answers:
-            group.send(0, "said", Answer(value, None, False, self.group.given()))
+            group.send(0, "said", value, group.given())
 
     def _here(self, given: Any) -> Any:
         """What ``given`` stands for."""
@@ -200,8 +227,11 @@ class Follower(Devices):
             case Own(name):
                 return self._own[name]
             case Shared(number):
-                return self._picked(number)
+                return self._picked(number, self._own["device"])
         return given
+
+    def _picked(self, count: int, device: torch.device) -> torch.Tensor:
+        return self.group.broadcast(torch.empty(count, dtype=torch.long, device=device))
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
@@ -217,9 +247,6 @@ class Follower(Devices):
             self.group.graphs = graphs
         return graphs
 
-    def _picked(self, count: int) -> torch.Tensor:
-        return self.group.broadcast(torch.empty(count, dtype=torch.long, device=self._device))
-
     def close(self) -> None:
         self._things.clear()
         self.group.close()
@@ -227,9 +254,8 @@ class Follower(Devices):
 
 class FollowersCall(Call):
     def begin(self, job: Job, outputs: CallOutputs, strict: bool) -> None:
-        """The leader runs it: this ends in ``Followed``."""
+        """The leader runs it: this ends in ``Ended``."""
         follower = self.resources.devices
         assert isinstance(follower, Follower)
-        follower.meet(self, job)
-        for _ in follower.results():
+        for _ in follower.follow(self, job):
             pass

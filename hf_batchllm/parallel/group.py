@@ -4,8 +4,8 @@ A frame is a tuple that begins with its kind. The leader's:
 
 - ``begin``: all ask for the same, and the call begins;
 - ``do``: a method of a numbered thing is to be called, as the leader calls its own;
-- ``all``: what each has said, where all exchange something;
-- ``result``: one of a stream; ``over``: the call is.
+- ``all``: what each has said, where all exchange something; None where one has not come there;
+- ``result``: one of a stream; ``over``: the call is, and how.
 
 A follower's are ``here`` (it has come to the call), ``said``, ``failed`` and ``over``.
 """
@@ -15,11 +15,12 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ import torch.distributed as distributed
 from ..engine.device_loop.decode_graphs import DecodeGraphs
 from ..errors import RanksError
 from ..interrupts import uninterrupted
+from ..model.device_memory import is_out_of_memory
 from ..model.transfers import current_device
 from ..notices import Notices, warn_user
 from ..patches.summed_rows import GroupSums, Sums
@@ -35,16 +37,26 @@ from ..wording import first_line
 from .rank_watch import RankWatch
 
 _PATIENCE = 60.0  # seconds for the others to come to a call, before a warning
+_SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
 INTERRUPTED = "was interrupted"
-FAILED = "_of_rank"  # what an error has that tells of a rank's: which, and why
 
 
-class Over(BaseException):
-    """The leader ends the call, where something else was expected of it."""
+class Failure(NamedTuple):
+    """A rank's, as it tells the others."""
 
-    def __init__(self, frame: tuple[Any, ...]) -> None:
-        self.frame = frame
-        super().__init__()
+    rank: int
+    why: str  # words that follow "rank 1"
+    no_memory: bool = False
+    given: tuple[int, int] = (0, 0)  # to its device
+
+
+class Ending(NamedTuple):
+    """A call's. ``how``: done, failed or interrupted; ``rank``: whose error it is, which the others get in words."""
+
+    how: str
+    rank: int | None = None
+    said: str = ""
+    results: bytes = b""
 
 
 class Group:
@@ -66,6 +78,10 @@ class Group:
         self.rank, self.size = rank, size
         self._devices = devices
         self._connections = connections
+        self._unread: dict[int, Any] = {}  # frames of ranks that were somewhere else
+        self._incoming = selectors.DefaultSelector()
+        for other, connection in connections.items():
+            self._incoming.register(connection, selectors.EVENT_READ, other)
         self._exchanged = exchanged
         self._sums: Sums | None = None
         self.watch = watch
@@ -89,7 +105,7 @@ class Group:
         try:
             self._connections[rank].send_bytes(data)
         except OSError as error:
-            raise self._gone(rank) from error
+            raise self._gone() from error
 
     def tell(self, *frame: Any) -> None:
         """All followers. Each of them hears it, also where one is gone."""
@@ -103,21 +119,38 @@ class Group:
             raise gone
 
     def receive(self, rank: int = 0) -> Any:
+        if rank in self._unread:
+            return self._unread.pop(rank)
         try:
             with self.watch.listening():
                 data = self._connections[rank].recv_bytes()
         except (EOFError, OSError) as error:
-            raise self._gone(rank) from error
+            raise self._gone() from error
         return pickle.loads(data)
 
-    def waiting(self, rank: int) -> bool:
-        """Whether a frame has come."""
-        try:
-            return self._connections[rank].poll()
-        except OSError as error:
-            raise self._gone(rank) from error
+    def wait_for(self, rank: int = 0) -> None:
+        """Until a frame comes. An interrupt that comes meanwhile leaves all frames whole."""
+        if rank not in self._unread:
+            with self.watch.listening():
+                self._connections[rank].poll(None)
 
-    def _gone(self, rank: int) -> RanksError:
+    def listen(self) -> None:
+        """An error if a follower has failed, or is gone."""
+        for key, _ in self._incoming.select(0):
+            raise self.error_of(self.receive(key.data)[1])
+
+    def end(self, ending: Ending) -> list[tuple[tuple[int, int], Failure | None]]:
+        """A call, on all followers. What the device of each was given, and why it has failed if it has."""
+        self.tell("over", ending)
+        return [] if self.watch.failure is not None else [self._end_of(rank) for rank in self.followers]
+
+    def _end_of(self, rank: int) -> tuple[tuple[int, int], Failure | None]:
+        failure = None
+        while (frame := self.receive(rank))[0] != "over":
+            failure = frame[1] if frame[0] == "failed" else failure
+        return frame[1], failure
+
+    def _gone(self) -> RanksError:
         self.watch.end_as_one_is_gone()
         return RanksError(
             f"one of the {self.size} ranks that run this model together is gone: its process was killed, or has ended"
@@ -127,22 +160,30 @@ class Group:
 
     def exchange(self, value: Any) -> list[Any]:
         """What each of them says."""
-        if self.leads:
-            each = [value, *(self.said_by(rank) for rank in self.followers)]
-            self.tell("all", each)
-            return each
-        self.send(0, "said", value)
-        frame = self.receive()
-        if frame[0] != "all":
-            raise Over(frame)
-        found: list[Any] = frame[1]
-        return found
+        if not self.leads:
+            self.send(0, "said", value)
+            return self._said_by_all()
+        frames = {rank: self.receive(rank) for rank in self.followers}
+        others = {rank: frame for rank, frame in frames.items() if frame[0] != "said"}
+        for rank in frames if others else ():
+            if rank not in others:
+                self.send(rank, "all", None)
+        for rank, (kind, said, *_) in others.items():
+            self._unread |= others
+            raise self.error_of(said) if kind == "failed" else self.different("calls", rank)
+        each = [value, *(frame[1] for frame in frames.values())]
+        self.tell("all", each)
+        return each
 
-    def said_by(self, rank: int) -> Any:
-        kind, value = self.receive(rank)[:2]
-        if kind == "failed":
-            raise self.error_of(rank, value)
-        return value
+    def _said_by_all(self) -> list[Any]:
+        kind, said = self.receive()
+        if kind == "all" and said is not None:
+            found: list[Any] = said
+            return found
+        if kind == "over":
+            self.send(0, "over", self.given())
+            raise RanksError(said.said)
+        raise RanksError(f"one of the {self.size} ranks that run this model together has failed, or makes another call")
 
     def any(self, said: bool) -> bool:
         return any(self.exchange(said))
@@ -160,20 +201,39 @@ class Group:
                 error = own
                 self.watch.tell(in_words(own))
             with uninterrupted():
-                each = self.exchange(None if error is None else in_words(error))
+                each = self._exchanged_or_ended(None if error is None else self.failure(error))
                 if error is not None:
                     self.watch.all_have_heard()
                     raise error
-        for rank, why in enumerate(each):
-            if why is not None:
-                raise self.error_of(rank, why)
+        for failure in each:
+            if failure is not None:
+                raise self.error_of(failure)
 
-    def error_of(self, rank: int, why: str) -> BaseException:
-        if why == INTERRUPTED:
+    def _exchanged_or_ended(self, value: Any) -> list[Any]:
+        """Followers that make another call meanwhile do not wait in vain."""
+        try:
+            return self.exchange(value)
+        except RanksError as error:
+            for rank in [*self._unread]:
+                self.send(rank, "over", Ending("failed", said=str(error)))
+                self._end_of(rank)
+            raise
+
+    def failure(self, error: BaseException) -> Failure:
+        return Failure(self.rank, in_words(error), is_out_of_memory(error), self.given())
+
+    def error_of(self, failure: Failure) -> BaseException:
+        if failure.why == INTERRUPTED:
             return KeyboardInterrupt()
-        error = RanksError(f"rank {rank} of the {self.size} that run this model together {why}")
-        setattr(error, FAILED, (rank, why))
+        error = RanksError(f"rank {failure.rank} of the {self.size} that run this model together {failure.why}")
+        error._failure = failure
         return error
+
+    def different(self, what: str, rank: int) -> RanksError:
+        return RanksError(
+            f"the {self.size} ranks that run this model together have different {what}: {_SAME_CALLS} "
+            f"(rank {rank} has others than rank 0)"
+        )
 
     @contextmanager
     def says_that_it_waits(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,29 +24,20 @@ from ..errors import RanksError
 from ..interrupts import uninterrupted
 from ..model.model_in_use import ModelInUse
 from .asked import asked_for, refusing_the_model
-from .group import FAILED, INTERRUPTED, Group, in_words, packed
+from .group import INTERRUPTED, Ending, Failure, Group, in_words, packed
 from .things import Shared, Way, lead, plain, sent
-
-_SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
-
-
-class Answer(NamedTuple):
-    """A follower's."""
-
-    value: Any
-    why: str | None  # it has failed, in words
-    no_memory: bool  # as that is why
-    given: tuple[int, int]  # to its device
 
 
 class Leader:
-    """Tells followers."""
+    """Tells followers. ``hands_on``: whether they get results."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, hands_on: bool) -> None:
         self.group = group
+        self._hands_on = hands_on
         self._numbers = itertools.count()
         self._things: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._come: dict[int, Any] = {}  # followers that have come to the call: what they ask for, or why they cannot
+        self._kind = ""  # of call
+        self._come: dict[int, Any] = {}  # what followers have said that have come to it
         self._begun = self._within = self._is_over = False
         self.devices = LeadersDevices()
         self.lead(self.devices, "devices")
@@ -54,122 +45,108 @@ class Leader:
     # -- a call ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def call(self) -> Iterator[Callable[[bytes], None]]:
+    def call(self, kind: str) -> Iterator[Callable[[Any], None]]:
         """An error in the block ends the call on all. What this gives ends it well: it takes the results."""
         group = self.group
-        self._come, self._begun, self._is_over, group.watch.interrupted = {}, False, False, False
         group.check()
+        self._kind, self._come = kind, {}
+        self._begun = self._is_over = group.watch.interrupted = False
         try:
             with group.watch.during_a_call():
                 yield self._finish
         except BaseException as error:
-            with uninterrupted():
-                gone = None if self._is_over else self._fail(error)
-            if isinstance(error, RanksError):
-                error._are_level = group.watch.failure is None
-            elif isinstance(error, Exception):
-                if gone is not None:
-                    raise gone from error
-                group.check()  # what came from the device may have meant nothing
+            self._fail(error)
             raise
         finally:
             self._begun = False
 
     def meet(self, asked: dict[str, bytes], use: ModelInUse) -> None:
         """All have come to the call, and ask for the same."""
-        group = self.group
+        self._wait_for_all()
         with uninterrupted():
-            self._wait_for_all()
-            for rank, (_, why) in self._come.items():
-                if why is not None:
-                    raise group.error_of(rank, why)
-            for what, ours in asked.items():
-                others = [rank for rank, (theirs, _) in self._come.items() if theirs[what] != ours]
-                if others:
-                    raise RanksError(
-                        f"the {group.size} ranks that run this model together have different {what}: {_SAME_CALLS} "
-                        f"(rank {others[0]} has others than rank 0)"
-                    )
+            asked = {"calls": self._kind.encode(), **asked}
+            for rank, (kind, said, *_) in self._come.items():
+                if kind == "failed":
+                    raise self.group.error_of(said)
+                for what, ours in asked.items():
+                    if kind != "here" or said[what] != ours:
+                        raise self.group.different(what, rank)
             self.lead(use, "use")
-            group.tell("begin", use._number, [*self._things])  # type: ignore[attr-defined]
+            self.group.tell("begin", sent(use).number, [*self._things])
             self._begun = True
-            group.begin()
+            self.group.begin()
 
     def _wait_for_all(self) -> None:
         with self.group.says_that_it_waits():
             for rank in self.group.followers:
                 if rank not in self._come:
-                    self._come[rank] = self.group.receive(rank)[1:]
+                    self.group.wait_for(rank)
+                    with uninterrupted():
+                        self._come[rank] = self.group.receive(rank)
 
-    def hand_out(self, result: bytes) -> None:
+    def hand_out(self, result: Any) -> None:
         """One of a stream."""
         with uninterrupted():
-            self.group.tell("result", result)
+            self.group.tell("result", packed(result))
 
-    def _finish(self, results: bytes) -> None:
+    def _finish(self, results: Any) -> None:
         with uninterrupted():
-            self._hear()
-            for rank, (_, failed) in self._end("done", "", results).items():
-                if failed is not None:
-                    raise self.group.error_of(rank, failed)
+            self.group.listen()
+            self._is_over = True
+            for _, failure in self.group.end(Ending("done", results=packed(results if self._hands_on else None))):
+                if failure is not None:
+                    raise self.group.error_of(failure)
 
-    def _fail(self, error: BaseException) -> RanksError | None:
-        """Followers hear of it, where they wait for a frame; the watch ends the wait of those that wait elsewhere.
+    def _fail(self, error: BaseException) -> None:
+        """Followers hear of it, where they wait for a frame; the watch ends the wait of those that wait elsewhere."""
+        group, gone = self.group, None
+        if not self._is_over:
+            try:
+                self._end_with(error)
+            except RanksError as found:
+                gone = found
+        if isinstance(error, RanksError):
+            error._are_level = group.watch.failure is None
+        elif isinstance(error, Exception):
+            if gone is not None:
+                raise gone from error  # which may be why
+            group.check()  # what came from the device may have meant nothing
 
-        An error if one of them is gone, which may be why.
-        """
+    def _end_with(self, error: BaseException) -> None:
         group, ours = self.group, not isinstance(error, RanksError | KeyboardInterrupt)
-        try:
-            if ours:
-                group.watch.tell(in_words(error))
-            if not self._begun:
-                self._wait_for_all()
+        if ours:
+            group.watch.tell(in_words(error))
+        if not self._begun:
+            self._wait_for_all_or_leave()
+        with uninterrupted():
+            self._is_over = True
+            failure = _behind(error) or Failure(0, in_words(error))
             if isinstance(error, KeyboardInterrupt):
-                ended = self._end(INTERRUPTED, "", packed(error.with_traceback(None)))
+                shown = error.with_traceback(None) if self._hands_on else KeyboardInterrupt()
+                ended = group.end(Ending(INTERRUPTED, results=packed(shown)))
             else:
-                said = str(error if isinstance(error, RanksError) else group.error_of(0, in_words(error)))
-                ended = self._end("failed", said, b"")
+                said = str(error if isinstance(error, RanksError) else group.error_of(failure))
+                ended = group.end(Ending("failed", failure.rank, said))
             if self._begun:
-                rank, why = getattr(error, FAILED, (0, in_words(error)))
-                self._end_if_apart([given for given, _ in ended.values()], rank, why)
+                self._end_if_apart([given for given, _ in ended], failure)
             if ours:
                 group.watch.all_have_heard()
-        except RanksError as gone:
-            return gone
-        return None
 
-    def _end(self, how: str, said: str, results: bytes) -> dict[int, tuple[tuple[int, int], str | None]]:
-        """What the device of each follower was given, and why it has failed if it has."""
-        self._is_over = True
-        self.group.tell("over", how, said, results)
-        ended = {}
-        for rank in self.group.followers:
-            failed = None
-            while (frame := self.group.receive(rank))[0] != "over":
-                failed = frame[1] if frame[0] == "failed" else failed
-            ended[rank] = frame[1], failed
-        return ended
+    def _wait_for_all_or_leave(self) -> None:
+        try:
+            self._wait_for_all()
+        except KeyboardInterrupt:  # the second one, as a rule: some may never come
+            self.group.watch.end(0, INTERRUPTED)
+            for rank in self._come:
+                self.group.send(rank, "over", Ending("failed", said="rank 0 was interrupted, and has left the others"))
+            raise
 
-    def _end_if_apart(self, each: Sequence[tuple[int, int]], rank: int, why: str) -> None:
+    def _end_if_apart(self, each: Sequence[tuple[int, int]], failure: Failure) -> None:
         """Devices that wait for what another was not given wait for ever: their group is of no use any more."""
         if any(given != self.group.given() for given in each):
-            self.group.watch.end(rank, why)
+            self.group.watch.end(failure.rank, failure.why)
 
     # -- what followers do as well -----------------------------------------------------------------------------------
-
-    def _hear(self) -> None:
-        """Has a follower failed?"""
-        for rank in self.group.followers:
-            if self.group.waiting(rank):
-                self.group.said_by(rank)
-
-    def _listen(self) -> None:
-        """Before anything else is done by all: has a follower failed, or was it interrupted?"""
-        self._hear()
-        if self.group.watch.interrupted:
-            self.group.watch.interrupted = False
-            raise KeyboardInterrupt
-        self.group.check()
 
     def lead(self, thing: Any, kind: str, number: int | None = None) -> None:
         number = next(self._numbers) if number is None else number
@@ -204,28 +181,45 @@ class Leader:
                 self.lead(value, way.makes, keep)
             return value if way.of_all is None else way.of_all(self._all_said(value, error))
 
+    def _listen(self) -> None:
+        """Before anything else is done by all: has a follower failed, or was it interrupted?"""
+        self.group.listen()
+        if self.group.watch.interrupted:
+            self.group.watch.interrupted = False
+            raise KeyboardInterrupt
+        self.group.check()
+
     def _all_said(self, value: Any, error: Exception | None) -> list[Any]:
         """With the leader's own. An error where it has failed on one of them."""
         group = self.group
         if error is not None:
             group.watch.tell(in_words(error))  # the others may wait for their devices
-        answers: list[Answer] = [group.said_by(rank) for rank in group.followers]
-        failed = next(((rank, each) for rank, each in enumerate(answers, 1) if each.why is not None), None)
-        if error is None and failed is None:
-            return [value, *(each.value for each in answers)]
-        given = [each.given for each in answers]
-        if error is not None or failed is None:
-            assert error is not None
-            self._end_if_apart(given, 0, in_words(error))
-            group.check()
+        answers = [group.receive(rank) for rank in group.followers]
+        failures = [said for kind, said, *_ in answers if kind == "failed"]
+        if error is not None:
+            failures.insert(0, group.failure(error))
+        if not failures:
+            return [value, *(said for _, said, _ in answers)]
+        first = failures[0]
+        self._end_if_apart([said.given if kind == "failed" else rest[0] for kind, said, *rest in answers], first)
+        group.check()
+        if error is not None:
             group.watch.all_have_heard()
             raise error
-        rank, (_, why, no_memory, _) = failed
-        self._end_if_apart(given, rank, str(why))
-        group.check()
-        if no_memory:
-            raise torch.OutOfMemoryError("another process that runs this model has no memory for its part")
-        raise group.error_of(rank, str(why))
+        if first.no_memory:
+            lack = torch.OutOfMemoryError("another process that runs this model has no memory for its part")
+            raise lack from group.error_of(first)
+        raise group.error_of(first)
+
+
+def _behind(error: BaseException | None) -> Failure | None:
+    """Another rank's."""
+    while error is not None:
+        if isinstance(error, RanksError) and error._failure is not None:
+            found: Failure = error._failure
+            return found
+        error = error.__cause__
+    return None
 
 
 class LeadersDevices(Devices):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 from ..config import BatchConfig
@@ -18,8 +18,8 @@ from ..inputs.base_model import base_model
 from ..results.generations import Generation
 from ..results.scores import ScoreResult
 from .find_group import group_of
-from .follower import Followed, Follower, FollowersCall
-from .group import packed
+from .follower import Follower, FollowersCall, Turn
+from .group import Group
 from .leader import Leader, LeadersCall
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         if group is None:
             return super()._resources_for(config)
         if group.leads:
-            self._leader, self._kind_of_call = Leader(group), LeadersCall
+            self._leader, self._kind_of_call = Leader(group, self._hands_on), LeadersCall
         else:
             self._follower, self._kind_of_call = Follower(group), FollowersCall
         with group.all_or_none():
@@ -48,72 +48,64 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
     @property
     def _said_by_all(self) -> Callable[[T], list[T]] | None:
         """What all processes say that have the model together; each must ask. None where there is one."""
-        devices = self._leader or self._follower
-        return None if devices is None else devices.group.exchange
+        return None if self._group is None else self._group.exchange
+
+    @property
+    def _group(self) -> Group | None:
+        either = self._leader or self._follower
+        return None if either is None else either.group
 
     def _generate(self, *given: Any) -> Any:
-        return self._together(super()._generate, *given)
+        return self._together("generate", super()._generate, *given)
 
     def _score(self, *given: Any) -> ScoreResult:
-        return self._together(super()._score, *given)
+        return self._together("score", super()._score, *given)
 
-    def _together(self, run: Callable[..., T], *given: Any) -> T:
+    def _together(self, kind: str, run: Callable[..., T], *given: Any) -> T:
+        if self._group is not None:
+            self._refuse_while_running()
         if self._leader is not None:
-            with self._leader.call() as finish:
+            with self._leader.call(kind) as finish:
                 result = run(*given)
-                finish(packed((result, self.last_report) if self._hands_on else (None, None)))
+                finish((result, self.last_report))
             return result
         if self._follower is None:
             return run(*given)
-        follower = self._follower
-        follower.start()
-        with follower.group.watch.during_a_call():
-            try:
-                return run(*given)
-            except Followed as followed:
-                taken: T = self._taken(followed)
-                return taken
-            except BaseException as error:
-                follower.fail(error)
-                raise
+        with self._following(self._follower, kind) as turn:
+            run(*given)
+        taken: T = turn.results and turn.results[0]
+        return taken
 
-    def _taken(self, followed: Followed) -> Any:
-        if followed.error is None:
-            result, self.last_report = followed.results
-            return result
-        if isinstance(followed.error, GenerationInterrupted):
-            self.interrupted = followed.error.result
-        raise followed.error from None
+    @contextmanager
+    def _following(self, follower: Follower, kind: str) -> Iterator[Turn]:
+        try:
+            with follower.call(kind) as turn:
+                yield turn
+        except GenerationInterrupted as interrupt:
+            self.interrupted = interrupt.result
+            raise
+        if turn.results is not None:
+            self.last_report = turn.results[1]
 
     def _stream(self, *given: Any) -> Stream[Generation]:
-        devices = self._leader or self._follower
-        if devices is None:
+        if self._group is None:
             return super()._stream(*given)
-        with devices.group.all_or_none():
+        self._refuse_while_running()
+        with self._group.all_or_none():
             return super()._stream(*given)
 
     def _run_stream(self, job: Job, strict: bool, progress: bool) -> Generator[Generation, None, None]:
         own = super()._run_stream(job, strict, progress)
+        if self._group is not None:
+            self._refuse_while_running()
         if self._leader is not None:
-            with self._leader.call() as finish, closing(own):  # it is over before followers hear that it is
+            with self._leader.call("stream") as finish, closing(own):  # it is over before followers hear that it is
                 for result in own:
-                    self._leader.hand_out(packed(result))
+                    self._leader.hand_out(result)
                     yield result
-                finish(packed((None, self.last_report)))
+                finish((None, self.last_report))
         elif self._follower is not None:
-            yield from self._followed_stream(self._follower, job)
+            with self._following(self._follower, "stream"), self._taking() as call:
+                yield from self._follower.follow(call, job)
         else:
             yield from own
-
-    def _followed_stream(self, follower: Follower, job: Job) -> Generator[Generation, None, None]:
-        follower.start()
-        with follower.group.watch.during_a_call():
-            try:
-                with self._taking() as call:
-                    follower.meet(call, job)
-                    yield from follower.results()
-            except Followed as followed:
-                self._taken(followed)
-            except BaseException as error:
-                follower.fail(error)
-                raise

@@ -121,7 +121,7 @@ class PartGenerator(BatchGenerator):
 
         ``watch``: is told of each step, and may raise. ``progress``: whether a bar is shown over this part.
         """
-        self._together(self._run_part, begin, deliver, watch, claims, began, progress)
+        self._together("part", self._run_part, begin, deliver, watch, claims, began, progress)
 
     def _run_part(
         self,
