@@ -88,6 +88,8 @@ class Follower(Devices):
                 pass
             except BaseException as error:
                 self._fail(error)
+                if turn.left and isinstance(error, RanksError):
+                    raise turn.failed or error from None  # that is why
                 raise
         if turn.error is not None:
             raise turn.error from None

@@ -36,6 +36,7 @@ from ..patches.summed_rows import GroupSums, Sums
 from ..wording import first_line
 from .rank_watch import RankWatch
 
+_SILENCE = 1.0  # seconds, after which it is looked whether the group has ended
 _PATIENCE = 60.0  # seconds for the others to come to a call, before a warning
 _SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
 INTERRUPTED = "was interrupted"
@@ -123,6 +124,7 @@ class Group:
             return self._unread.pop(rank)
         try:
             with self.watch.listening():
+                self._wait_for(rank)
                 data = self._connections[rank].recv_bytes()
         except (EOFError, OSError) as error:
             raise self._gone() from error
@@ -132,7 +134,12 @@ class Group:
         """Until a frame comes. An interrupt that comes meanwhile leaves all frames whole."""
         if rank not in self._unread:
             with self.watch.listening():
-                self._connections[rank].poll(None)
+                self._wait_for(rank)
+
+    def _wait_for(self, rank: int) -> None:
+        waits: Callable[[float], Any] = self._connections[rank].poll if self.leads else self._incoming.select
+        while not waits(_SILENCE):
+            self.check()  # once the group has ended, none may come
 
     def listen(self) -> None:
         """An error if a follower has failed, or is gone."""
