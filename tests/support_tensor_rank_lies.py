@@ -46,14 +46,8 @@ def lied_to(name: str) -> Any:
             if RANK == RANKS - 1:
                 raise RuntimeError("cannot be captured")
 
-        def captured(graphs: DecodeGraphs, rows: DecodeRows) -> None:
-            try:
-                graphs._captured_by_all(rows)
-            except RuntimeError as error:
-                graphs._give_up(str(error))
-
         patch.setattr(DecodeRows, "capture", capture)
-        patch.setattr(DecodeGraphs, "_capture", captured)
+        patch.setattr(DecodeGraphs, "_capture", lambda graphs, rows: rows.capture(None))
         with BatchGenerator(model, page_size=16) as gen, warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             result = gen.generate(prompts, max_new_tokens=14, **QUIET)
@@ -61,18 +55,27 @@ def lied_to(name: str) -> Any:
         found["capture"] = [str(each.message) for each in told]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphLauncher, "_is_behind", lambda _: True)
-        patch.setattr(DecodeRows, "capture", lambda rows, pool: None)
-        patch.setattr(DecodeGraphs, "_capture", DecodeGraphs._captured_by_all)
-        own_rows = DecodeGraphs._make
+        own_rows, own_ready, ready, failed = DecodeGraphs._make, DecodeGraphs.make_ready, [False], []
 
-        def make(graphs: DecodeGraphs, kind: Any) -> DecodeRows:
-            if RANK and graphs._preparing:
+        def make_ready(*given: Any) -> Any:
+            ready[0] = bool(RANK)
+            refusal = own_ready(*given)
+            ready[0] = False
+            return refusal
+
+        def make(*given: Any) -> DecodeRows:
+            if ready[0]:
+                failed.append(1)
                 raise torch.OutOfMemoryError("no room for a graph")
-            return own_rows(graphs, kind)
+            return own_rows(*given)
 
+        patch.setattr(DecodeGraphs, "make_ready", make_ready)
         patch.setattr(DecodeGraphs, "_make", make)
         with BatchGenerator(model, page_size=16) as gen:
-            assert gen.generate(prompts, max_new_tokens=14, **QUIET).token_ids == wanted
+            result = gen.generate(prompts, max_new_tokens=30, **QUIET)
+        assert [each[:14] for each in result.token_ids] == wanted
+        assert failed or RANK == 0
+        assert "no more while other steps run (OutOfMemoryError: no room for a graph)" in str(result.report)
     if DEVICE == "cpu":  # on a GPU the other's device would wait in the midst of the step, and the group would end
         found["rehearsal"] = rehearsed_in_little_memory(model)
     with pytest.MonkeyPatch.context() as patch:

@@ -258,7 +258,7 @@ def test_none_are_prepared_where_memory_is_short(made: list[int], monkeypatch: p
     """A capture would find what PyTorch keeps for later taken, and not have it given back."""
     prepared: list[Any] = []
     monkeypatch.setattr(DecodeRows, "run_idle", lambda *_: prepared.append(1))
-    monkeypatch.setattr(DecodeGraphs, "_is_tight", lambda self: True)
+    monkeypatch.setattr(DecodeGraphs, "is_tight", lambda self: True)
     result = run(20, 12, {"max_batch_tokens": 24})
     assert not prepared and made and "replayed" in result.report.graphs
 

@@ -69,8 +69,8 @@ def test_ranks_agree_on_what_each_sees_differently(two: list[dict[str, Any]]) ->
     first, second = (found["lied_to:llama"] for found in two)
     assert isinstance(first, dict), first
     assert first["memory"] == second["memory"]
-    assert ["cannot be captured" in " ".join(each["capture"]) for each in (first, second)] == [False, True]
-    assert "another of the devices that run this model could not capture its part" in first["capture"][0]
+    assert "this model cannot be captured (RuntimeError: cannot be captured)" in first["capture"][0]
+    assert not second["capture"], "the first one says what they do"
     assert first["rehearsal"][0] == second["rehearsal"][0]
     assert "the largest step that this call may come to does not fit" in " ".join(first["rehearsal"][1])
     (tokens, seconds), (others, _) = first["time"], second["time"]

@@ -245,8 +245,7 @@ class Follower(Devices):
     def graphs(self, *given: Any) -> DecodeGraphs | None:
         graphs = super().graphs(*given)
         if graphs is not None:
-            graphs.any_says = self.group.any
-            self.group.graphs = graphs
+            self.group.counts(graphs)
         return graphs
 
     def close(self) -> None:

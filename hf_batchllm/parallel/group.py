@@ -86,8 +86,8 @@ class Group:
         self._exchanged = exchanged
         self._sums: Sums | None = None
         self.watch = watch
-        self._before = 0
-        self.graphs: DecodeGraphs | None = None  # of the call; their steps are exchanged, and not counted
+        self._graphs: DecodeGraphs | None = None  # of the call
+        self._before = 0, 0
 
     @property
     def leads(self) -> bool:
@@ -192,9 +192,6 @@ class Group:
             raise RanksError(said.said)
         raise RanksError(f"one of the {self.size} ranks that run this model together has failed, or makes another call")
 
-    def any(self, said: bool) -> bool:
-        return any(self.exchange(said))
-
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
         """An error in the block, which all of them run, is one on all."""
@@ -261,14 +258,26 @@ class Group:
 
     def begin(self) -> None:
         """A call does, on all of them. From here on it may wait for its device."""
-        self._before, self.graphs = 0, None
-        self._before = self.given()[0]
+        self._graphs = None
+        self._level()
         self.watch.start()
 
+    def _level(self) -> None:
+        """From here on all devices are given the same."""
+        self._before = self._given_so_far()
+
     def given(self) -> tuple[int, int]:
-        """What this device was given since the call began: exchanges, and steps of graphs."""
-        exchanged = self._exchanged() + (0 if self._sums is None else self._sums.made)
-        return exchanged - self._before, 0 if self.graphs is None else self.graphs.steps
+        """What this device was given in the call: exchanges, and steps of graphs."""
+        exchanged, steps = self._given_so_far()
+        return exchanged - self._before[0], steps - self._before[1]
+
+    def _given_so_far(self) -> tuple[int, int]:
+        made = 0 if self._sums is None else self._sums.made
+        return self._exchanged() + made, 0 if self._graphs is None else self._graphs.steps
+
+    def counts(self, graphs: DecodeGraphs) -> None:
+        """Replays of their steps are exchanges that nothing else counts; one that cannot capture has counted fewer."""
+        self._graphs, graphs.level = graphs, self._level
 
     def broadcast(self, tokens: torch.Tensor) -> torch.Tensor:
         """The leader's tokens on all devices. No host waits for them."""

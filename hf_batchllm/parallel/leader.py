@@ -238,8 +238,7 @@ class LeadersDevices(Devices):
             config, runner, seats, None if pick is None else lambda *given: group.broadcast(pick(*given)), *others
         )
         if graphs is not None:
-            graphs.any_says = group.any
-            group.graphs = graphs
+            group.counts(graphs)
         return graphs
 
     def close(self) -> None:

@@ -54,6 +54,10 @@ def _first(each: list[Any]) -> Any:
     return each[0]
 
 
+def _any(each: list[Any]) -> Any:
+    return next((said for said in each if said is not None), None)
+
+
 def _same(each: list[list[str]]) -> list[str]:
     if any(others != each[0] for others in each):
         raise RanksError(
@@ -86,7 +90,8 @@ LED: dict[str, dict[str, Way]] = {
     "storage": {"reserve": Way(_first), "grow": Way(_first), "keep_only": Way(_first), "release": Way(ends=True)},
     "computed_with": {"holds_for": Way(all)},
     "seats": {"set": Way(), "store": Way(sends=lambda where, picked: [where, Shared(len(picked))])},
-    "graphs": {"run": Way(sends=_sendable), "prepare": Way(), "ready_for_drafts": Way(), "owner_had_control": Way(),
+    "graphs": {"run_rows": Way(sends=_sendable), "run_again": Way(), "holds": Way(all), "hold_anew": Way(_any),
+               "is_tight": Way(any), "make_ready": Way(_any), "capture": Way(_any), "drop": Way(),
                "close": Way(sends=lambda _: [], ends=True)},
 }
 # fmt: on

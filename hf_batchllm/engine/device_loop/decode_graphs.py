@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...config import BatchConfig
-from ...errors import RanksError
 from ...kernels.lists.work_lists import NoRoom
 from ...model.attention.kv_storage import KVStorage
 from ...model.attention.triton_attention import StepWork, TritonBackend, WorkSeen
@@ -23,6 +22,7 @@ from ...model.inspection.owners_state import HeldMemory, not_in_graphs
 from ...model.runner import ModelRunner
 from ...notices import Notices
 from ...sampling.device_logprobs import DeviceLogProbs
+from ...wording import first_line
 from .decode_rows import Advance, DecodeRows, Pick, Produced
 from .graph_sizes import SMALLEST_PREPARED, WORTHWHILE_STEPS, draft_size_of, size_of, sizes_to_come
 from .seats import Seats
@@ -32,13 +32,23 @@ _WARM_ROWS = 16  # rows of the run in which kernels are compiled
 # A capture cannot use the memory in PyTorch's cache. With so many bytes free beside it, the cache need not be emptied
 # first, which would make the host wait.
 _PLENTY_OF_BYTES = 2 << 30
-_ANOTHER = "another of the devices that run this model could not capture its part"
 _LARGER = 1.6  # a graph of up to so many times the rows serves them for longer than a few steps
 
 
 class _Kind(NamedTuple):
     rows: int
     drafts: bool = False  # whether tokens that are guessed are among them
+
+
+class _Refusal(NamedTuple):
+    """Why there is no graph."""
+
+    why: str
+    no_memory: bool
+
+    @staticmethod
+    def of(error: Exception) -> _Refusal:
+        return _Refusal(f"{type(error).__name__}: {first_line(error)}", isinstance(error, torch.OutOfMemoryError))
 
 
 class DecodeGraphs:
@@ -61,8 +71,7 @@ class DecodeGraphs:
     ) -> None:
         self._noting = noting
         self._runner = runner
-        # Whether any of the devices that run the model together says so: all of them capture a graph, or none.
-        self.any_says: Callable[[bool], bool] = bool
+        self.level: Callable[[], None] = lambda: None  # is called where a capture has failed
         self._backend = backend
         self._seats = seats
         self._pick = pick
@@ -85,7 +94,6 @@ class DecodeGraphs:
         self._draft_sizes: Sequence[int] = ()  # that steps with drafts will need
         self._model_may_have_changed = True  # the caller had control since the last step
         self.why_not_prepared = ""  # why graphs are only captured when a step needs them
-        self._preparing = False
         self.seconds = 0.0  # that captures took
         self.seconds_beside = 0.0  # of these, the seconds while the device was at work on other steps
         self.bytes = 0  # that the graphs take
@@ -108,11 +116,24 @@ class DecodeGraphs:
         size = self._size_for(rows, steps_to_come) if with_drafts is None else self._size_of(with_drafts)
         kind = _Kind(size, drafts)
         self._drop_outdated()
+        produced = self.run_rows(batch, kind, rows)
+        self.replays = self._graphs[kind].captured
+        self.is_steady = self.replays or self._given_up or kind in self._uncaptured
+        if not self.replays:
+            if not self.is_steady and steps_to_come >= WORTHWHILE_STEPS:
+                self._capture_now(kind)
+            if batch.burst.times > 1:
+                produced = self.run_again(kind, rows, batch.burst.times - 1)
+        return produced
+
+    def run_rows(self, batch: ModelBatch, kind: _Kind, rows: int) -> Produced:
+        """Run a burst's rows: all of it if they are captured, and once if not."""
+        assert batch.burst is not None
         graph = self._graphs.get(kind) or self._make(kind)
 
         @cache
         def work() -> StepWork:
-            return self._backend.work_of(batch.first_in_room or attention)
+            return self._backend.work_of(batch.first_in_room or batch.attention)
 
         try:
             graph.load(batch, work)
@@ -122,19 +143,16 @@ class DecodeGraphs:
             graph.load(batch, work)
         if batch.states is not None:
             self.storage.states.copy(batch.states.copies)
-        times = batch.burst.times
-        self.replays = graph.captured
-        self.is_steady = graph.captured or self._given_up or kind in self._uncaptured
-        if not graph.captured:
-            graph.run()
-            self._warm[drafts] |= kind.rows % _WARM_ROWS == 0
-            times -= 1
-            if not self.is_steady and steps_to_come >= WORTHWHILE_STEPS:
-                self._capture(graph)
+        self._warm[kind.drafts] |= not graph.captured and kind.rows % _WARM_ROWS == 0
+        return self.run_again(kind, rows, batch.burst.times if graph.captured else 1)
+
+    def run_again(self, kind: _Kind, rows: int, times: int) -> Produced:
+        """Run the rows of the latest burst so many times more."""
+        graph = self._graphs[kind]
         for _ in range(times):
             graph.run()
         self.steps += times if graph.captured else 0
-        return graph.settle(rows, keep=not drafts)
+        return graph.settle(rows, keep=not kind.drafts)
 
     def only_replays(self, batch: ModelBatch) -> bool:
         """Whether a step with drafts is no more than a replay of a graph, whose lists are there."""
@@ -169,22 +187,33 @@ class DecodeGraphs:
 
     def _drop_outdated(self) -> None:
         """Drop graphs of other weights than the model has by now, or of another adapter."""
-        captured = [graph for graph in self._graphs.values() if graph.captured]
+        captured = self._captured()
         if not self._model_may_have_changed or (self._given_up and not captured):
             return
-        control = self._runner.control
-        control.restore()  # what is looked at is the owner's model
-        adapter = None if control.adapters is None else control.adapters.name  # which that does not show
         self._model_may_have_changed = False
-        holds = adapter == self._adapter and self._memory is not None and self._memory.is_in_use()
-        if not self.any_says(not holds):
+        if self.holds():
             return
-        for graph in captured:
+        why_not = self.hold_anew()
+        if why_not is not None:
+            self._give_up(why_not)
+
+    def holds(self) -> bool:
+        """Whether graphs hold the weights and the adapter that the model has by now."""
+        self._runner.control.restore()  # what is looked at is the owner's model
+        return self._adapter_now == self._adapter and self._memory is not None and self._memory.is_in_use()
+
+    def hold_anew(self) -> str | None:
+        """Drop all graphs, for those of the model as it is by now. Gives why there can be none."""
+        for graph in [graph for graph in self._graphs.values() if graph.captured]:
             self._forget(graph)
-        self._memory, self._adapter = HeldMemory(self._runner.model), adapter
-        reason = not_in_graphs(self._runner.model)
-        if self.any_says(reason is not None):
-            self._give_up(reason or _ANOTHER)
+        self._memory, self._adapter = HeldMemory(self._runner.model), self._adapter_now
+        return not_in_graphs(self._runner.model)
+
+    @property
+    def _adapter_now(self) -> str | None:
+        """Which the model's weights do not show."""
+        adapters = self._runner.control.adapters
+        return None if adapters is None else adapters.name
 
     def owner_had_control(self) -> None:
         """Before the next step it is looked whether the model's weights are where they were."""
@@ -209,7 +238,7 @@ class DecodeGraphs:
         self._draft_sizes = sizes
         there = self._captured()
         missing = any(_Kind(size, drafts=True) not in there for size in sizes)
-        return not missing or not self.prepares or self._is_tight()
+        return not missing or not self.prepares or self.is_tight()
 
     def _captured(self) -> set[_Kind]:
         return {kind for kind, graph in self._graphs.items() if graph.captured}
@@ -234,39 +263,31 @@ class DecodeGraphs:
             kinds = [_Kind(size_of(len(left)))] if size_of(len(left)) >= SMALLEST_PREPARED else []
         there = self._captured()
         kind = next((kind for kind in kinds if kind not in there), None)
-        if not self.prepares or kind is None or self._is_tight():
+        if not self.prepares or kind is None or self.is_tight():
             return  # where memory is short, capture only what a step needs
         together = kind.rows == len(left) and not may_stop and max(left) - min(left) < WORTHWHILE_STEPS
         together &= self._picked_on_device and not kind.drafts
-        seconds, self._preparing = self.seconds, True
-        try:
-            if not self._failed_somewhere(lambda: self._make_ready(kind, known, idle=not together)):
-                self._failed_somewhere(lambda: self._capture(self._graphs[kind]))
-        finally:
-            self._preparing = False
-        self.seconds_beside += self.seconds - seconds
+        began = time.perf_counter()
+        refusal = self.make_ready(kind, not together) or self.capture(kind, True)
+        seconds = time.perf_counter() - began
+        self.seconds, self.seconds_beside = self.seconds + seconds, self.seconds_beside + seconds
         self.is_steady = False  # the host comes late to this step's tokens, or to those of the one before
-        if self.why_not_prepared:
-            self._graphs.pop(kind, None)
+        if refusal is not None:  # it may work when a step needs it, after a run of these very rows
+            self.why_not_prepared = refusal.why
+            self.drop(kind, True)
 
-    def _failed_somewhere(self, prepare: Callable[[], None]) -> bool:
-        """Whether it has, on any of the devices: then ``why_not_prepared`` says so."""
+    def make_ready(self, kind: _Kind, idle: bool) -> _Refusal | None:
+        """Make rows that can be captured. If an error is that of steps, they raise it themselves."""
+        known = self._met or self._backend.work_seen
         try:
-            prepare()
-        except RanksError:
-            raise
-        except Exception as error:  # steps run without this graph; if the error is theirs, they raise it themselves
-            self.why_not_prepared = f"{type(error).__name__}: {error}"
-        if self.any_says(bool(self.why_not_prepared)):
-            self.why_not_prepared = self.why_not_prepared or _ANOTHER
-        return bool(self.why_not_prepared)
-
-    def _make_ready(self, kind: _Kind, known: dict[tuple[Any, ...], WorkSeen], idle: bool) -> None:
-        if not self._warm[kind.drafts]:
-            # A run of a few padding rows makes whatever is made on first use: a capture could not make it.
-            self._new(_Kind(_WARM_ROWS, kind.drafts)).run_idle(known)
-            self._warm[kind.drafts] = True
-        self._make(kind).work.make_rooms(known, idle=idle)
+            if not self._warm[kind.drafts]:
+                # A run of a few padding rows makes whatever is made on first use: a capture could not make it.
+                self._new(_Kind(_WARM_ROWS, kind.drafts)).run_idle(known)
+                self._warm[kind.drafts] = True
+            self._make(kind).work.make_rooms(known, idle=idle)
+        except Exception as error:
+            return _Refusal.of(error)
+        return None
 
     def _make(self, kind: _Kind) -> DecodeRows:
         self._graphs[kind] = self._new(kind)
@@ -278,56 +299,63 @@ class DecodeGraphs:
             self._noting, kind.drafts,
         )  # fmt: skip
 
-    def _capture(self, graph: DecodeRows) -> None:
+    def _capture_now(self, kind: _Kind) -> None:
+        """A step needs it, and its rows have run."""
         began = time.perf_counter()
+        refusal = self.capture(kind, False)
+        if refusal is not None:
+            self.drop(kind, False)
+            if refusal.no_memory and kind.drafts:
+                self._uncaptured.add(kind)
+            elif refusal.no_memory:
+                self._give_up("too little memory is left to capture them: set a smaller `kv_memory`")
+            else:
+                self._give_up(f"this model cannot be captured ({refusal.why})", _CAPTURE)
+        self.seconds += time.perf_counter() - began
+
+    def capture(self, kind: _Kind, beforehand: bool) -> _Refusal | None:
+        """Capture a run of the rows of this kind, or give what comes in the way."""
+        if not beforehand and self.is_tight():
+            torch.cuda.empty_cache()
+        try:
+            self._capture(self._graphs[kind])
+        except Exception as error:  # the model does something that a graph cannot hold
+            return _Refusal.of(error)
+        return None
+
+    def _capture(self, graph: DecodeRows) -> None:
         device = self._seats.last.device
         index = torch.cuda.current_device() if device.index is None else device.index
         stream, generator = torch.cuda.current_stream(device), torch.cuda.default_generators[index]
         noise = generator.get_state()
-        if not self._preparing and self._is_tight():
-            torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(device)
         try:
-            if not any(other.captured for other in self._graphs.values()):
+            if not self._captured():
                 self._pool = torch.cuda.graph_pool_handle()  # a pool goes with its last graph
-            self._captured_by_all(graph)
-        except BaseException as error:  # the model does something that a graph cannot hold; or an interrupt
+            graph.capture(self._pool)
+        except BaseException:  # an interrupt, too
             graph.drop_capture()
             # A capture that breaks off leaves its own stream and generator state in place: put both back.
             torch.cuda.set_stream(stream)
             fresh = torch.Generator(device)
             fresh.set_state(noise)
             generator.graphsafe_set_state(fresh)
-            if not isinstance(error, Exception) or isinstance(error, RanksError):
-                raise
-            if self._preparing:  # it may work when a step needs it, after a run of these very rows
-                self.why_not_prepared = f"{type(error).__name__}: {error}"
-            elif isinstance(error, torch.OutOfMemoryError) and graph.drafts:
-                self._uncaptured.add(_Kind(graph.rows, drafts=True))
-            elif isinstance(error, torch.OutOfMemoryError):
-                self._give_up("too little memory is left to capture them: set a smaller `kv_memory`")
-            else:
-                said = str(error).strip().splitlines()
-                reason = f"this model cannot be captured ({type(error).__name__}: {said[0] if said else ''})"
-                self._give_up(reason, _CAPTURE)
-        else:
-            self.captured += 1
-            self.bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
-        self.seconds += time.perf_counter() - began
+            raise
+        self.captured += 1
+        self.bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
 
-    def _captured_by_all(self, graph: DecodeRows) -> None:
-        failed: Exception | None = None
-        try:
-            graph.capture(self._pool)
-        except Exception as error:
-            failed = error
-        if self.any_says(failed is not None):
-            raise failed or RuntimeError(_ANOTHER)
+    def drop(self, kind: _Kind, rows: bool) -> None:
+        """What could not be captured; with ``rows``, all that was made for it."""
+        graph = self._graphs.pop(kind, None) if rows else self._graphs[kind]
+        if graph is not None:
+            self.captured -= graph.captured
+            graph.drop_capture()
+        self.level()
 
-    def _is_tight(self) -> bool:
+    def is_tight(self) -> bool:
+        """Whether memory is short."""
         device = self._seats.last.device
-        tight = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY_OF_BYTES
-        return self.any_says(tight)
+        return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY_OF_BYTES
 
     def _give_up(self, reason: str, kind: str = "graphs") -> None:
         self._given_up = True
