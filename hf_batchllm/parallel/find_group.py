@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import nn
 
 from .group import Group
-from .rank_watch import RankWatch, connected
+from .rank_watch import RankWatch
 
 _NO_LIMIT = timedelta(days=365)  # to wait for a rank that is busy: one that is gone is heard of
 # Of the model's group, by its members. The model's is held, so no other has its id.
-_known: dict[tuple[int, ...], tuple[Any, RankWatch, dict[int, Connection]]] = {}
+_known: dict[tuple[int, ...], tuple[Any, RankWatch]] = {}
 
 
 def group_of(model: nn.Module) -> Group | None:
@@ -31,16 +29,12 @@ def group_of(model: nn.Module) -> Group | None:
     if known is None or known[0] is not devices:
         if known is not None:
             known[1].leave()
-            for connection in known[2].values():
-                connection.close()
-        known = _known[members] = devices, *_joined(devices, members)
+        known = _known[members] = devices, _joined(devices, members)
     backend = devices._get_backend(next(model.parameters()).device)
-    return Group(
-        members.index(dist.get_rank()), size, known[1], known[2], devices, backend._get_sequence_number_for_group
-    )
+    return Group(known[1], devices, backend._get_sequence_number_for_group)
 
 
-def _joined(devices: Any, members: tuple[int, ...]) -> tuple[RankWatch, dict[int, Connection]]:
+def _joined(devices: Any, members: tuple[int, ...]) -> RankWatch:
     import torch.distributed as dist
 
     hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, timeout=_NO_LIMIT)
@@ -58,18 +52,4 @@ def _joined(devices: Any, members: tuple[int, ...]) -> tuple[RankWatch, dict[int
             end_sums_of(devices)
             devices._get_backend(torch.device("cuda")).abort()
 
-    peers = connected(rank, size, exchange)
-    connections = {other: Connection(peer.detach()) for other, peer in peers.items() if 0 in (rank, other)}
-    return RankWatch(rank, size, exchange, release), connections
-
-
-def _close_in_child() -> None:
-    """A child that keeps them open would hide the end of its parent."""
-    for _, _, connections in _known.values():
-        for connection in connections.values():
-            connection.close()
-    _known.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    return RankWatch(rank, size, exchange, release)

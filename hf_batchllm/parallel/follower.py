@@ -162,10 +162,8 @@ class Follower(Devices):
             device = turn.call.use.device
         if ending.how == INTERRUPTED:
             turn.error = unpacked(ending.results, device)
-        elif turn.left or ending.rank == group.rank:
+        elif turn.failed is not None and (ending.rank == group.rank or (turn.left and ending.how == "done")):
             turn.error = turn.failed
-            if group.watch.failure is not None and group.watch.failure[0] != group.rank:
-                group.check()  # that is why
         elif ending.how == "failed":
             turn.error = RanksError(ending.said)
         else:

@@ -19,7 +19,6 @@ import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,31 +60,22 @@ class Ending(NamedTuple):
 
 
 class Group:
-    """One process of ``size``. ``rank``: its number; 0 leads.
+    """This process, ``rank`` of ``size``, of which 0 leads.
 
     devices: the group over which the devices add up what they have. exchanged: how often this one was to.
-    connections: with each follower; on a follower, with the leader alone.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        watch: RankWatch,
-        connections: dict[int, Connection],
-        devices: Any = None,
-        exchanged: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._devices = devices
-        self._connections = connections
-        self._unread: dict[int, Any] = {}  # frames of ranks that were somewhere else
-        self._incoming = selectors.DefaultSelector()
-        for other, connection in connections.items():
-            self._incoming.register(connection, selectors.EVENT_READ, other)
-        self._exchanged = exchanged
-        self._sums: Sums | None = None
+    def __init__(self, watch: RankWatch, devices: Any = None, exchanged: Callable[[], int] = lambda: 0) -> None:
+        self.rank, self.size = watch.rank, watch.size
         self.watch = watch
+        self._devices = devices
+        self._exchanged = exchanged
+        self._connections = watch.connections
+        self._incoming = selectors.DefaultSelector()
+        for other, connection in watch.connections.items():
+            self._incoming.register(connection, selectors.EVENT_READ, other)
+        self._unread: dict[int, Any] = {}  # frames of ranks that were somewhere else
+        self._sums: Sums | None = None
         self._graphs: DecodeGraphs | None = None  # of the call
         self._before = 0, 0
 
@@ -309,10 +299,12 @@ class Group:
         if self.watch.failure is not None:
             rank, why = self.watch.failure
             one = "one" if rank is None else f"rank {rank}"
-            raise RanksError(
+            error = RanksError(
                 f"{one} of the {self.size} that run this model together {why}. The others had waited for it on "
                 "their devices, and their connection was ended: start the processes again"
             )
+            error._failure = None if rank is None else Failure(rank, why)
+            raise error
 
     def close(self) -> None:
         """Give back the memory of sums."""

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class RankWatch:
     """Of one rank, for as long as its process runs.
 
     exchange: gives, on each rank, what all of them have passed. release: ends the group of the devices.
+    ``connections``: for all else that hosts tell each other; the first rank has one with each other.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class RankWatch:
         release: Callable[[], None],
         grace: float = _GRACE,
     ) -> None:
-        self._rank, self._release, self._grace = rank, release, grace
+        self.rank, self.size = rank, size
+        self._release, self._grace = release, grace
         self._peers = connected(rank, size, exchange)
+        others = connected(rank, size, exchange)
+        self.connections = {other: Connection(end.detach()) for other, end in others.items() if 0 in (rank, other)}
         self._buffers = dict.fromkeys(self._peers, b"")
         self._lock = threading.RLock()  # a handler of signals sends, too
         self._calls = 0  # of which one may be within another, whose stream is open
@@ -91,15 +96,15 @@ class RankWatch:
 
     def tell(self, why: str) -> None:
         """This rank has failed."""
-        self._send({"failed": self._rank, "why": why})
+        self._send({"failed": self.rank, "why": why})
 
     def all_have_heard(self) -> None:
         """Of this rank's failure, where ranks exchange things: no group needs to be ended for it."""
-        self._send({"heard": self._rank})
+        self._send({"heard": self.rank})
 
     def tell_of_interrupt(self) -> None:
         """This rank was interrupted, and the first one acts on it."""
-        self._send({"interrupted": self._rank})
+        self._send({"interrupted": self.rank})
 
     def _send(self, message: Any) -> None:
         with self._lock:
@@ -127,7 +132,7 @@ class RankWatch:
                     self._due = time.monotonic() + self._grace, rank, why, gone
             if not waiting.get_map() and self._due is None:
                 waiting.close()
-                self.close()
+                self._close_peers()
                 return
 
     def _read(self, rank: int) -> bool:
@@ -177,11 +182,20 @@ class RankWatch:
         for end in self._peers.values():
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+        self._close_connections()
 
     def close(self) -> None:
-        _open.discard(self)
+        self._close_peers()
+        self._close_connections()
+
+    def _close_peers(self) -> None:
         for end in self._peers.values():
             end.close()
+
+    def _close_connections(self) -> None:
+        _open.discard(self)
+        for connection in self.connections.values():
+            connection.close()
 
 
 def connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
