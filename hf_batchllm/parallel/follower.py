@@ -135,13 +135,13 @@ class Follower(Devices):
         self._things |= {0: self, number: use}
         self._first = number
         self._own = {
+            "use": use,
             "model": use.model,
             "architecture": use.architecture,
             "device": use.device,
             "config": resources.config,
             "notices": resources.notices,
             "pick": lambda logits, seats, made: self._picked(len(seats), use.device),
-            "advance": sampling_kernels(use.device, use.kernels_by_name).advance,
         }
         self._turn.begun = True
         self.group.begin()
@@ -155,7 +155,7 @@ class Follower(Devices):
             self._told()
         device = torch.device("cpu")
         if turn.call is not None and turn.begun:
-            turn.call.use.restore()
+            turn.call.use.drop_runner()
             if ending.how != "done":
                 turn.call.use.release()
             self._drop(everything=turn.left)
@@ -191,7 +191,9 @@ class Follower(Devices):
 
     def _drop(self, everything: bool) -> None:
         for number, thing in [*self._things.items()]:
-            if isinstance(thing, KVStorage) and everything:
+            if everything and isinstance(thing, DecodeGraphs):  # a group of devices cannot end before its graphs
+                thing.close()
+            if everything and isinstance(thing, KVStorage):
                 thing.release()
             if everything or (number >= self._first and not isinstance(thing, KVStorage | ComputedWith)):
                 del self._things[number]
@@ -224,6 +226,9 @@ class Follower(Devices):
         match given:
             case Numbered(number):
                 return self._things[number]
+            case Own("advance"):
+                use = self._own["use"]
+                return sampling_kernels(use.device, use.kernels_by_name).advance
             case Own(name):
                 return self._own[name]
             case Shared(number):
