@@ -176,6 +176,9 @@ endef
 
 EVERYTHING := test,demo,json,notebook,lm-eval,trl
 
+# Packages that others bring along and hardly import, and what is compiled to machine code beside its source.
+SELDOM := sklearn|nltk|networkx|pygments/lexers|mypy|mypyc
+
 $(VENV)/.installed-demo $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt
 $(INSTALLED_NEWEST): constraints-newest.txt
@@ -188,7 +191,7 @@ $(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST) $(INSTALLED_NEWEST): py
 	@echo "installing hf-batchllm and what `test $(EXTRAS) = demo && echo the demonstration || echo everything here` needs into $(@D) (a minute or more the first time)"
 	@$(call pip_install,$(@D),-e '.[$(EXTRAS)]',$(filter constraints%,$^))
 	@# On all cores, where pip compiles on one. Left out: what few import, and what is for a newer Python.
-	@$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|torch/testing|transformers/models)/' $(@D)/lib \
+	@$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|torch/(testing|_inductor)|transformers/models|$(SELDOM))/' $(@D)/lib \
 		|| echo "some modules could not be compiled: the first import of them takes longer"
 	@touch $@
 
