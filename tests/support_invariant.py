@@ -19,7 +19,7 @@ from hf_batchllm.engine.collector import TokenCollector
 
 Rows = list[str]  # of a prompt's samples, all that is known of each
 OPTIONS: dict[str, Any] = {
-    **{"max_new_tokens": 12, "do_sample": True, "temperature": 1.3, "top_p": 0.95, "num_return_sequences": 2},
+    **{"max_new_tokens": 8, "do_sample": True, "temperature": 1.3, "top_p": 0.95, "num_return_sequences": 2},
     **{"logprobs": 2, "prompt_logprobs": 1, "progress": False},
 }
 
@@ -73,7 +73,7 @@ def short_of_memory(model: Any, **config: Any) -> dict[str, Any]:
     """Settings under which some sequences have to make room, and are computed again."""
     with BatchGenerator(model, **config) as probe:
         token = probe.architecture.kv_bytes_per_token
-    return {"page_size": 4, "min_shared_tokens": 4, "max_batch_tokens": 24, "kv_memory": 80 * token, **config}
+    return {"page_size": 4, "min_shared_tokens": 4, "max_batch_tokens": 24, "kv_memory": 72 * token, **config}
 
 
 def a_file_that_was_cut_off_is_the_same(

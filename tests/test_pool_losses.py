@@ -210,7 +210,10 @@ def test_ctrl_c() -> None:
             with pytest.raises(GenerationInterrupted) as interrupt:
                 pool.generate(PROMPTS * 30, **GIVEN | {"max_new_tokens": 300, "eos_token_id": None})
             part = interrupt.value.result
-            assert pool.interrupted is part and all(row.token_ids for row in part)
+            assert all(row.token_ids for row in part)
+            # On a busy machine the first comes before the call has read its prompts, and such a call leaves nothing.
+            begun = "before the first sequence" not in str(interrupt.value)
+            assert pool.interrupted is (part if begun else None)
             assert pool.generate(PROMPTS, **GIVEN) == wanted()
         assert all(map(is_running, process_ids(pool)))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support_families import build
 from support_ranks import run_ranks
 
-from hf_batchllm import BatchGenerator, ConfigError, RankGenerator, run_file
+from hf_batchllm import BatchGenerator, ConfigError, GenerationInterrupted, RankGenerator, run_file
 from hf_batchllm.errors import OutputBusyError
 from hf_batchllm.files.journal import lock
 from hf_batchllm.notices import Notices
@@ -148,6 +148,24 @@ def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
             alone.stream(prompts)
         with pytest.raises(ConfigError, match="`patience` is 0"):
             RankGenerator(build("llama"), patience=0)
+
+
+def test_an_interrupt_leaves_no_frame_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such frames hold the KV cache, for as long as the error is kept."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with RankGenerator(build("llama")) as alone:
+        with pytest.raises(GenerationInterrupted) as caught:
+            alone.generate([[5, 6]], max_new_tokens=4, logits_processor=[interrupt], progress=False)
+        context = caught.value.__context__
+        assert context is None or context.__traceback__ is None
+        left = alone.interrupted
+        with pytest.raises(GenerationInterrupted):
+            alone.generate((interrupt() for _ in range(2)), progress=False)
+        assert left is not None and alone.interrupted is left  # that call had read no prompt
 
 
 def test_processes_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,13 +67,18 @@ class Bench:
         }
 
     def logits(self, batch: ModelBatch, fused: FusedLayers | None) -> torch.Tensor:  # [samples, vocabulary] float32
-        return ModelRunner(self.model, self.architecture, self.backend, fused).step(batch)
+        runner = ModelRunner(self.model, self.architecture, self.backend, fused)
+        try:
+            return runner.step(batch)
+        finally:
+            runner.control.restore()
 
     def figures(self, step: str, fused: FusedLayers | None, exact: torch.Tensor, count: int) -> dict[str, Any]:
         batch = self.steps[step]
         error = (self.logits(batch, fused) - exact).double()
         runner = ModelRunner(self.model, self.architecture, self.backend, fused)
         eager = _median_ms(lambda: runner.step(batch), count)
+        runner.control.restore()
         graph, kernels, busy = self._graph_figures(batch, fused, count)
         errors = {"largest error": float(error.abs().max()), "mean error": float(error.square().mean().sqrt())}
         times = {"eager ms": eager, "graph ms": graph, "kernels": kernels, "busy ms": busy}

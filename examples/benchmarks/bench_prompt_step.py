@@ -129,10 +129,14 @@ class Forward:
                 add(layer.module.mlp.down_proj.weight.data)
 
     def fused(self) -> None:
-        self.fused_runner.step(self.batch)
+        self._step(self.fused_runner)
 
     def own(self) -> None:
-        self.own_runner.step(self.batch)
+        self._step(self.own_runner)
+
+    def _step(self, runner: ModelRunner) -> None:
+        runner.step(self.batch)
+        runner.control.restore()  # the other one runs next
 
     @torch.no_grad()
     def products(self) -> None:

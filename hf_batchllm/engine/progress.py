@@ -19,7 +19,7 @@ from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.step import Step
 from .cost import StepCosts
 
-_LONG = 32  # sequences: from here on a bar is shown unasked
+LONG = 32  # sequences: from here on a bar is shown unasked
 _FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
 _RECENT = 1.0  # seconds that tell whether prompts are being read, or answers written
 _RATES_OVER = 5.0  # seconds
@@ -108,7 +108,7 @@ def call_bar(results: int, things: str, saving: float, wanted: bool | None) -> I
         yield CallBar(whole.bar, results, saving, whole)
         return
     # Steps differ widely in time, so the bar may be redrawn after each of them.
-    shown = bars_shown(wanted, results >= _LONG)
+    shown = bars_shown(wanted, results >= LONG)
     with open_bar(shown, total=1.0, bar_format=_FORMAT, desc=f"{results:,} {things}") as bar:
         yield CallBar(bar, results, saving)
         bar.refresh()

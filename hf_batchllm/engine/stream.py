@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from ..errors import GeneratorBusyError
+from .tracebacks import without_frames
 
 T = TypeVar("T")
 
@@ -36,9 +37,3 @@ class Stream(Iterator[T]):
 
     def throw(self, *error: Any) -> T:
         return self._generator.throw(*error)
-
-
-def without_frames(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
-    """Without those of the call, and without errors that hold them."""
-    interrupt.__context__ = interrupt.__cause__ = None
-    return interrupt.with_traceback(None)

@@ -45,3 +45,9 @@ def forget_tensors(error: BaseException | None) -> None:
             if inside or name.startswith(_AROUND_IT):
                 with contextlib.suppress(RuntimeError):  # a frame that is still running cannot be emptied
                     frame.clear()
+
+
+def without_frames(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+    """Without those of the call, and without errors that hold them."""
+    interrupt.__context__ = interrupt.__cause__ = None
+    return interrupt.with_traceback(None)

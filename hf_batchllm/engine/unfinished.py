@@ -13,6 +13,7 @@ from ..results.generations import BatchResult, Generation
 from ..results.run_report import RunReport
 from ..results.scores import Score, ScoreResult
 from .scoring.score_inputs import ScoreInputs
+from .tracebacks import without_frames
 
 R = TypeVar("R")
 Decode = Callable[[list[int]], str | None]
@@ -108,14 +109,20 @@ class KeepsResults(Protocol):
 @contextmanager
 def results_kept(owner: KeepsResults, finished: Callable[[], Finished[Any]], decode: Decode) -> Iterator[None]:
     """Around a call: after an interrupt or an error, its ``owner`` has what had finished, and so has the error."""
-    owner.interrupted, owner.last_report = None, None
+    owner.last_report = None
     try:
         yield
-    except KeyboardInterrupt:
-        owner.interrupted = finished().part(decode)
-        raise GenerationInterrupted(owner.interrupted, len(finished().results), finished().expected) from None
+    except KeyboardInterrupt as interrupt:
+        without_frames(interrupt)  # the error that follows keeps it
+        part = finished().part(decode)
+        if finished().expected:  # else the call had not begun, and what an earlier one left stays
+            owner.interrupted = part
+        raise GenerationInterrupted(part, len(finished().results), finished().expected) from None
     except Exception as error:
+        if finished().expected:
+            owner.interrupted = None
         if finished().results:
             owner.interrupted = finished().part(decode)
             attach(error, owner.interrupted, note_of(len(finished().results), finished().expected, at_hand=True))
         raise
+    owner.interrupted = None

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engine.call import Call
+from ..engine.progress import LONG
 from ..engine.unfinished import Finished
 from ..errors import PoolError
 from ..inputs.option_checks import check_progress
 from ..inputs.plain_values import plain, plain_options
-from ..inputs.preparing import bars_wanted
+from ..inputs.preparing import bars_shown, bars_wanted
 from ..model.inspection.fingerprint import fingerprint
 from ..planning.pieces import Split
 from ..planning.requests_and_prefixes import Request
@@ -44,7 +45,7 @@ class _Ended:
 
     share: Share
     tally: Tally
-    problems: dict[Any, str]  # of units that do not fit into its memory
+    problems: dict[Any, str]  # of units that cannot run, here or anywhere
 
 
 class RankCalls:
@@ -62,7 +63,7 @@ class RankCalls:
         problem: Exception | None = None
         try:
             check_progress(progress)
-            with bars_wanted(progress):
+            with bars_wanted(False if self._ranks.rank else progress):
                 work = make()
                 work.plan.add_labels(work.sequences, self._generator._tokenizer.decode)
                 drawn = seed is None and work.job.seed is not None
@@ -94,6 +95,7 @@ class RankCalls:
     ) -> None:
         """This rank's part, then everybody's results and the report. ``began``: by time.perf_counter()."""
         planning, clock = time.perf_counter() - began, time.perf_counter()
+        shown = not self._ranks.rank and bars_shown(progress, finished.expected >= LONG)  # though its part is short
         ranks, pieces, results = self._ranks, split.shares[self._ranks.rank], list[Any]()
         share = Share(ran=set(pieces), began=clock)
 
@@ -102,7 +104,7 @@ class RankCalls:
             finished.results.update((work.key(result), work.whole(result)) for result in some)
 
         units = [work.unit(place) for number in pieces for place in split.pieces[number].prompts]
-        report = self._run_part(work, sorted(units), strict, progress, deliver) if units else None
+        report = self._run_part(work, sorted(units), strict, shown, deliver) if units else None
         if report is not None:
             share.reports.append(report)
         share.running_seconds = time.perf_counter() - clock
@@ -141,7 +143,7 @@ class RankCalls:
         work: Work,
         units: list[int],
         strict: bool,
-        progress: bool | None,
+        progress: bool,
         deliver: Callable[[list[Any]], None],
     ) -> RunReport | None:
         part = work.part(units)

@@ -189,8 +189,6 @@ class RankGenerator:
     ) -> Finished[Any]:
         """Everything of a call. What comes out is the same on all ranks, or, if asked so, on the first one alone."""
         finished: Finished[Any] = FinishedGenerations()
-        if self.rank:
-            progress = False
         decode = self._generator._tokenizer.decode
         with self._taking(), results_kept(self, lambda: finished, decode), self._ranks.call():
             began = time.perf_counter()

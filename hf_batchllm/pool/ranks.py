@@ -63,6 +63,7 @@ class Ranks:
         try:
             yield
         except _OfAnotherRankError as theirs:
+            theirs.with_traceback(None)  # the error keeps it, and its frames hold the call
             raise theirs.error from None
         except dist.DistError as error:
             why = f"the other ranks cannot be reached, as if rank 0 had ended: {first_line(error)}"
