@@ -11,7 +11,7 @@ import pytest
 import torch
 from support_families import reference_generate
 from support_tensor_ranks import DEVICE, PROMPTS, QUIET, RANK, RANKS, error_of, over_twins, sharded, whole_model
-from transformers import MaxTimeCriteria
+from transformers import MaxTimeCriteria, MinPLogitsWarper
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
@@ -133,6 +133,26 @@ def disagreeing(name: str) -> Any:
     with BatchGenerator(sharded(name), max_batch_tokens=16 + RANK) as gen:
         found.append(error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **QUIET)))
     return found, drawn
+
+
+def other_tensors(name: str) -> Any:
+    """A weight, or a buffer, that each rank has the whole of is another one on the second."""
+    model, found = sharded(name), []
+    for each in model.model.norm.weight.data, model.model.rotary_emb.inv_freq:
+        own = each.clone()
+        each.mul_(1.0 + RANK)
+        found.append(error_of(lambda: BatchGenerator(model)))
+        each.copy_(own)
+    with BatchGenerator(model) as gen:
+        return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
+
+
+def other_processors(name: str) -> Any:
+    """They hold something else on the second."""
+    with BatchGenerator(sharded(name)) as gen:
+        held: dict[str, Any] = {"logits_processor": [MinPLogitsWarper(0.1 + RANK / 10)], "do_sample": True, "seed": 1}
+        found = error_of(lambda: gen.generate([[1, 2, 3]], max_new_tokens=4, **held, **QUIET))
+        return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids
 
 
 def different_ways(name: str) -> Any:

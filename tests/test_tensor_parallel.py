@@ -26,6 +26,8 @@ CASES = (
     "kept_prefixes:llama",
     "lied_to:llama",
     "disagreeing:llama",
+    "other_tensors:llama",
+    "other_processors:llama",
     "comes_late:llama",
     "elsewhere:llama",
     "runs_the_model:llama",
@@ -86,6 +88,16 @@ def test_other_prompts_or_options_on_a_rank_are_an_error_on_all(two: list[dict[s
     assert "different settings of their BatchGenerator" in errors[-1]
     assert all(each.startswith("RanksError: the 2 ranks that run this model together") for each in errors)
     assert drawn == drawn_there and len({tuple(each) for each in drawn}) > 1, "the first rank's seed is that of all"
+
+
+def test_other_weights_buffers_or_processors_on_a_rank_are_an_error_on_all(two: list[dict[str, Any]]) -> None:
+    (first, again), (second, again_there) = (found["other_tensors:llama"] for found in two)
+    assert first == second and again == again_there and len(again[0]) == 2
+    assert "have different weights (rank 1 has others than rank 0)" in first[0], first
+    assert "have different buffers (rank 1 has others than rank 0)" in first[1], first
+    (first, again), (second, again_there) = (found["other_processors:llama"] for found in two)
+    assert first == second and "different options" in first and "rank 1 has others" in first, first
+    assert again == again_there and len(again[0]) == 2
 
 
 def test_a_rank_says_that_it_waits_for_the_others_to_make_a_call(two: list[dict[str, Any]]) -> None:

@@ -213,6 +213,18 @@ class Group:
                 self._end_of(rank)
             raise
 
+    def compare(self, digests: dict[str, int]) -> None:
+        """What each has the whole of, and all have to have alike."""
+        with self.watch.during_a_call():
+            each = self.exchange(digests)
+        for rank, others in enumerate(each):
+            for what, ours in each[0].items():
+                if others[what] != ours:
+                    raise RanksError(
+                        f"the {self.size} ranks that run this model together have different {what} (rank {rank} has "
+                        "others than rank 0): load the same checkpoint on each, and change it on each in the same way"
+                    )
+
     def failure(self, error: BaseException) -> Failure:
         return Failure(self.rank, in_words(error), is_out_of_memory(error), self.given())
 

@@ -15,6 +15,7 @@ from ..engine.scoring.score_calls import ScoreCalls
 from ..engine.stream import Stream
 from ..errors import GenerationInterrupted
 from ..inputs.base_model import base_model
+from ..model.inspection.fingerprint import digests_of_whole
 from ..results.generations import Generation
 from ..results.scores import ScoreResult
 from .find_group import group_of
@@ -43,7 +44,10 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         with group.all_or_none():
             devices: Devices | None = self._follower if self._leader is None else self._leader.devices
             assert devices is not None
-            return Resources(self._model, config, self._notices, devices)
+            resources = Resources(self._model, config, self._notices, devices)
+            digests = digests_of_whole(self._model)
+        group.compare(digests)
+        return resources
 
     @property
     def _said_by_all(self) -> Callable[[T], list[T]] | None:

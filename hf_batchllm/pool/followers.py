@@ -123,11 +123,15 @@ class Follower:
                 if isinstance(message, Load):
                     time.sleep(_AFTER_FAILURE)
                     traceback.print_exc()
-                if isinstance(message, Load) or is_device_error(error):  # which would come in each call
+                # What would come in each call. And a worker on a CPU waits for the others' parts until they end.
+                if isinstance(message, Load) or is_device_error(error) or self._group_has_ended():
                     with contextlib.suppress(OSError):
                         said = " ".join(f"{type(error).__name__}: {error}".split())
                         self._connection.send_bytes(f"failed: {said[:_MOST_SAID]}".encode())
                     return
+
+    def _group_has_ended(self) -> bool:
+        return self._generator is not None and self._generator._group.watch.failure is not None
 
     def _do(self, message: Any) -> None:
         if isinstance(message, Load):

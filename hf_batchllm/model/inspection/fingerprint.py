@@ -13,6 +13,7 @@ from torch import nn
 from ...inputs.base_model import base_model
 from ...inputs.plain_values import plain
 from ...patches.adapter_swap import adapted_layers
+from ...patches.sharded_modules import local
 from .weights_digest import has_kernel, number_of, parts_of
 
 _WRAPPED = ("base_layer", "original_module")  # what PEFT's layers call the model's own
@@ -56,6 +57,14 @@ def fingerprint(
     if tokenizer is not None:
         digests |= _of_tokenizer(tokenizer)
     return digests
+
+
+def digests_of_whole(model: nn.Module) -> dict[str, int]:
+    """Of the weights and buffers that this process has the whole of."""
+    inner = base_model(model)
+    each: dict[str, Iterable[tuple[str, torch.Tensor]]]
+    each = {"weights": inner.named_parameters(), "buffers": _lasting_buffers(inner)}
+    return {name: _of_tensors(pair for pair in some if local(pair[1]) is pair[1]) for name, some in each.items()}
 
 
 def _of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> int:
