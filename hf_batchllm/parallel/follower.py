@@ -15,11 +15,13 @@ from ..engine.call_outputs import CallOutputs
 from ..engine.computed_with import ComputedWith
 from ..engine.device_loop.decode_graphs import DecodeGraphs
 from ..engine.devices import Devices
+from ..engine.id_lists import IdLists
 from ..engine.job import Job
 from ..errors import RanksError
 from ..interrupts import Interrupts, uninterrupted
 from ..model.attention.kv_storage import KVStorage
 from ..model.model_in_use import ModelInUse
+from ..results.generations import BatchResult, Generation
 from ..sampling.sampling_kernels import sampling_kernels
 from .asked import asked_for
 from .group import INTERRUPTED, Ending, Group, in_words, unpacked
@@ -36,6 +38,7 @@ class Turn:
 
     kind: str
     call: Call | None = None  # once it has come to it
+    prompts: _Prompts | None = None  # likewise
     begun: bool = False
     is_over: bool = False
     failed: BaseException | None = None  # in the latest frame that failed
@@ -43,6 +46,22 @@ class Turn:
     told: bool = False  # the watch has heard of a failure, and the leader may not have
     results: Any = None
     error: BaseException | None = None  # what is raised in the end
+
+
+class _Prompts:
+    """Of this call, which results come without."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._place_of = {index: place for place, index in enumerate(job.places)}
+        self._id_lists = IdLists()
+
+    def put_in(self, results: Any) -> None:
+        for row in results if isinstance(results, BatchResult) else [results]:
+            if isinstance(row, Generation):
+                ids = self._id_lists.of(self._job.prompts[self._place_of[row.index]].ids) if row.error is None else []
+                object.__setattr__(row, "prompt_token_ids", ids)
+                object.__setattr__(row, "prompt", self._job.prompt_as_passed(row.index))
 
 
 class _TellsTheLeader(Interrupts):
@@ -98,7 +117,7 @@ class Follower(Devices):
         """The results of a stream. It ends in ``Ended``."""
         asked = {"calls": self._turn.kind.encode(), **asked_for(job, call.resources.config)}
         with uninterrupted():
-            self._turn.call = call
+            self._turn.call, self._turn.prompts = call, _Prompts(job)
             self.group.send(0, "here", asked)
         with self.group.says_that_it_waits():
             self.group.wait_for()
@@ -124,7 +143,7 @@ class Follower(Devices):
                     call.use.put_back()
                     interrupts.pause()
                     with self.group.watch.elsewhere():
-                        yield unpacked(said[0], call.use.device)
+                        yield self._results_in(said[0])
                     interrupts.begin()
         finally:
             interrupts.pause()
@@ -153,22 +172,27 @@ class Follower(Devices):
         group.send(0, "over", group.given())
         if turn.told:
             self._told()
-        device = torch.device("cpu")
         if turn.call is not None and turn.begun:
             turn.call.use.drop_runner()
             if ending.how != "done":
                 turn.call.use.release()
             self._drop(everything=turn.left)
-            device = turn.call.use.device
         if ending.how == INTERRUPTED:
-            turn.error = unpacked(ending.results, device)
+            turn.error = self._results_in(ending.results)
         elif turn.failed is not None and (ending.rank == group.rank or (turn.left and ending.how == "done")):
             turn.error = turn.failed
         elif ending.how == "failed":
             turn.error = RanksError(ending.said)
         else:
-            turn.results = unpacked(ending.results, device)
+            turn.results = self._results_in(ending.results)
         raise Ended
+
+    def _results_in(self, frame: bytes) -> Any:
+        call, prompts = self._turn.call, self._turn.prompts
+        found = unpacked(frame, torch.device("cpu") if call is None else call.use.device)
+        if prompts is not None:
+            prompts.put_in(found[0] if isinstance(found, tuple) else getattr(found, "result", found))
+        return found
 
     def _fail(self, error: BaseException) -> None:
         """This rank leaves the call by itself. Steps on their way are those of all devices, and go on."""

@@ -19,6 +19,7 @@ import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from ..model.device_memory import is_out_of_memory
 from ..model.transfers import current_device
 from ..notices import Notices, warn_user
 from ..patches.summed_rows import GroupSums, Sums
+from ..results.generations import Generation
 from ..wording import first_line
 from .rank_watch import RankWatch
 
@@ -332,6 +334,8 @@ class _Packer(pickle.Pickler):
             return _moved, (thing.cpu(), thing.device.type)
         if isinstance(thing, torch.Tensor) and not thing.dtype.is_floating_point:
             return _pinned if thing.is_pinned() else torch.from_numpy, (thing.numpy(),)
+        if isinstance(thing, Generation):  # followers have the prompts, and a chat may hold what cannot be sent
+            return replace(thing, prompt_token_ids=[], prompt=None).__reduce_ex__(5)
         return NotImplemented
 
 
