@@ -6,13 +6,16 @@ What they do from then on is the same. ``started_anew`` starts them as users do.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from support_quick_python import QuickPython
 
-from hf_batchllm.pool import worker_handle
+from hf_batchllm.pool import followers, worker_handle
 
 
 def quick_workers() -> None:
@@ -28,3 +31,22 @@ def started_anew() -> Iterator[None]:
         yield
     finally:
         worker_handle.subprocess = before
+
+
+def quick_followers() -> None:
+    """In a worker: its followers are forked off it. So they are its children, and end with its session."""
+    followers.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Forked})  # type: ignore[assignment]
+
+
+class _Forked:
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **given: Any) -> None:
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                sys.argv[:] = ["-c", *command[command.index("-c") + 2 :]]
+                followers.main()
+            finally:
+                os._exit(1)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
