@@ -116,7 +116,7 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
         ("run in out.xyz --model m", "pass the format (`--output-format jsonl`)"),
         (f"{RUN} --output-format xml", "format 'xml': it must be one of jsonl, csv"),
         ("run in - --model m --restart", "`restart` needs an output that can be continued"),
-        ("run in /dev/stdout --model m --retry-errors", "`retry_errors` needs an output that can be continued"),
+        ("run in /dev/null --model m --retry-errors", "`retry_errors` needs an output that can be continued"),
         ("run in - --model m --shard 1/2", "`shard` needs an output that can be continued"),
         (f"{RUN} --shard 0/8", "is '0/8': parts are counted from 1, so the first is 1/8"),
         (f"{RUN} --image-folder none", "is 'none', and there is no such folder"),
@@ -198,9 +198,11 @@ def test_the_package_is_the_command_too() -> None:
 
 def test_a_command_without_stdout() -> None:
     """No file that is opened later is to have its number."""
-    code = "import os, sys; from hf_batchllm.cli import main; main(['--version']); sys.exit(os.dup(0))"
-    done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" <&- >&-'], capture_output=True, timeout=60)
-    assert done.returncode > 2 and not done.stderr
+    code = "from hf_batchllm.cli import main; main(['--version'])"
+    command = ["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&-']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "hf-batchllm needs open streams: redirect a closed one to /dev/null\n"
 
 
 def test_an_interrupt_before_a_command_begins(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
