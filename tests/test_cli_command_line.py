@@ -116,7 +116,7 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
         ("run in out.xyz --model m", "pass the format (`--output-format jsonl`)"),
         (f"{RUN} --output-format xml", "format 'xml': it must be one of jsonl, csv"),
         ("run in - --model m --restart", "`restart` needs an output that can be continued"),
-        ("run in /dev/null --model m --retry-errors", "`retry_errors` needs an output that can be continued"),
+        ("run in /dev/stdout --model m --retry-errors", "`retry_errors` needs an output that can be continued"),
         ("run in - --model m --shard 1/2", "`shard` needs an output that can be continued"),
         (f"{RUN} --shard 0/8", "is '0/8': parts are counted from 1, so the first is 1/8"),
         (f"{RUN} --image-folder none", "is 'none', and there is no such folder"),

@@ -244,16 +244,17 @@ def stream(given: str, target: str, **options: Any) -> Any:
     return subprocess.Popen([sys.executable, "-c", STREAM, given, target], env=PATHS, stderr=subprocess.PIPE, **options)
 
 
-def test_stdout(given: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_stdout(given: str, folder: Path, name: str) -> None:
     expected = [answer(number, raw, seed=7) for number, raw in enumerate(Path(given).read_bytes().splitlines())]
-    with stream(given, "-", stdout=subprocess.PIPE) as process:
+    with stream(given, name, stdout=subprocess.PIPE) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
     assert sorted(out.splitlines()) == sorted(expected)
     with open(folder / "redirected", "w+b") as file:
         file.write(b"before\n")
         file.flush()
-        with stream(given, "-", stdout=file) as process:
+        with stream(given, name, stdout=file) as process:
             process.communicate()
     assert sorted((folder / "redirected").read_bytes().splitlines()) == sorted([*expected, b"before"])
     assert sorted(os.listdir(folder)) == ["in.jsonl", "redirected"], "no run record beside a stream"
@@ -265,6 +266,8 @@ def test_what_is_read_is_not_written_to_through_a_descriptor_either(given: str) 
         assert b"is the input" in process.stderr.read()
     with open(given, "rb") as file, stream("-", given, stdin=file) as process:
         assert b"stdin is the input" in process.stderr.read()
+    with open(given, "rb") as file, stream(given, "-", stdout=file) as process:
+        assert b"stdout cannot be written to: " in process.stderr.read()
     assert Path(given).read_bytes() == before
 
 

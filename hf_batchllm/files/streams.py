@@ -13,10 +13,12 @@ from .paths import reason
 from .run_record import RunRecord
 from .sources import Source
 
+_STDOUT = ("-", "/dev/stdout")  # written to where it stands, also where it is redirected to a file
+
 
 def is_stream(path: str) -> bool:
     there = os.path.expanduser(path)
-    return path == "-" or (os.path.exists(there) and not os.path.isfile(there) and not os.path.isdir(there))
+    return path in _STDOUT or (os.path.exists(there) and not os.path.isfile(there) and not os.path.isdir(there))
 
 
 class StreamOutput:
@@ -30,8 +32,11 @@ class StreamOutput:
         self.name = "stdout" if path == "-" else path
         self._written = 0
         try:
-            there = os.path.expanduser(path)
-            self._descriptor = os.dup(1) if path == "-" else os.open(there, os.O_WRONLY | os.O_APPEND)
+            if path in _STDOUT:
+                os.write(1, b"")  # fails now if it is open for reading alone
+                self._descriptor = os.dup(1)
+            else:
+                self._descriptor = os.open(os.path.expanduser(path), os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
         if source is not None and source.is_file(self._descriptor):
