@@ -46,7 +46,6 @@ def run(
     stop_after: int | None = None,
     retry_errors: bool = False,
     limit: int | None = None,
-    order: str = "input",
     shuffle: int | None = 0,
     done: Callable[[int], None] = lambda number: None,
     seen: Callable[[set[int]], None] = lambda todo: None,
@@ -80,7 +79,7 @@ def run(
                 if not left:
                     break
         if stop_after is None:
-            output.finish(order, {"results": len(output)})
+            output.finish({"results": len(output)})
     return notes
 
 
@@ -136,7 +135,7 @@ def kill_at_every_call(folder: str, wanted: str, options: dict[str, Any]) -> dic
             if child == 0:
                 Deaths(at, half)
                 try:
-                    run(given, output, seed=7, fsync="never", done=acknowledged_by(acknowledged), **options["run"])
+                    run(given, output, seed=7, done=acknowledged_by(acknowledged), **options["run"])
                 finally:
                     os._exit(0)
             killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -163,7 +162,7 @@ def go_on(given: str, output: str, whole: bytes, acknowledged: mmap.mmap, option
             wrong.append(f"done, and run again: {again}")
 
     try:
-        run(given, output, seed=7, fsync="never", seen=seen, **options.get("again", {}))
+        run(given, output, seed=7, seen=seen, **options.get("again", {}))
     except Exception as error:
         return [f"does not go on: {error!r}"]
     if Path(output).read_bytes() != whole:
@@ -199,7 +198,7 @@ def kill_at_random(folder: str, wanted: str, rounds: int, count: int) -> dict[st
         child = os.fork()
         if child == 0:
             try:
-                run(given, output, seed=7, fsync="0.002s", batch=1, done=slowly, seen=seen)
+                run(given, output, seed=7, batch=1, done=slowly, seen=seen)
             except BaseException as error:
                 print(repr(error), file=sys.stderr)
                 os._exit(4)

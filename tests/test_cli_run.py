@@ -34,7 +34,7 @@ def command(saved: str, *more: str) -> list[str]:
 def test_a_run(written: Written, saved: str, capsys: Capture) -> None:
     written({"id": "a", "q": "w5 w6", "label": 1}, {"q": "w7", "max_new_tokens": 2}, {"q": None})
     options = "--prompt-field q --keep label --max-new-tokens 3 --page-size 16 --no-fuse --token-ids --seed 5"
-    options += " --repetition-penalty 1.5 --window 1MiB --limit 3 --fsync never --dtype float32"
+    options += " --repetition-penalty 1.5 --window 1MiB --limit 3 --dtype float32"
     assert main([*FILES, "--model", saved, *options.split()]) == 3
     out, err = capsys.readouterr()
     assert not out and re.search(r"^out.jsonl: 3 results in .* · 3 prompt tokens \(0 % shared\) · 5 new \(", err, re.M)

@@ -53,13 +53,6 @@ def test_the_first_records_alone_then_all(given: str, wanted: str) -> None:
     assert json.loads(Path(wanted + ".run.json").read_text())["results"] == COUNT
 
 
-def test_as_they_finished(given: str, wanted: str) -> None:
-    run(given, wanted, order="finished")
-    assert numbers(wanted) != sorted(numbers(wanted)) == list(range(COUNT))
-    with pytest.raises(OutputFileError, match="order 'sideways'"):
-        run(given, wanted, order="sideways")
-
-
 def test_the_seed_is_drawn_once(given: str, wanted: str) -> None:
     run(given, wanted, stop_after=9)
     seed = json.loads(Path(wanted + ".run.json").read_text())["seed"]
@@ -183,7 +176,7 @@ def test_interrupted_on_any_line_of_an_append(
 
         with contextlib.suppress(KeyboardInterrupt):
             try:
-                run(given, wanted, seed=7, fsync="always", batch=1, shuffle=None, done=interrupted)
+                run(given, wanted, seed=7, batch=1, shuffle=None, done=interrupted)
             finally:
                 sys.settrace(None)
                 monkeypatch.undo()
@@ -203,7 +196,7 @@ def test_a_power_cut_at_any_byte_of_the_tail(given: str, wanted: str, whole: byt
         for tail in (b"", b"\0" * (len(data) - cut), b"\0" * 4096 + b"\n"):
             Path(wanted).write_bytes(data[:cut] + tail)
             Path(wanted + ".run.json").write_bytes(record)
-            run(given, wanted, seed=7, fsync="never")
+            run(given, wanted, seed=7)
             assert Path(wanted).read_bytes() == whole, (cut, tail)
 
 

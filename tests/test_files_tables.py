@@ -169,7 +169,7 @@ def test_a_table_larger_than_files_may_be(given, wanted) -> None:
     resource = pytest.importorskip("resource")
     chance = random.Random(0)
     big = {"text": "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=400_000))}
-    with open_source(given) as source, open_output(wanted, source=source, fsync="never") as output:
+    with open_source(given) as source, open_output(wanted, source=source) as output:
         output.begin(RunRecord({}, 7), np.arange(source.count), source)
         output.start({})
         output.append([(0, json.dumps({"index": 0, **big, "key": "0" * 12}).encode())])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support_attention_cases import Variant, assert_near
-from support_cases import up_to
+from support_cases import SOME, up_to
 from support_fixed_cases import GROW, FixedCase, attended, fixed_case, row_by_row, some_of
 from support_kernels import DEVICE, dot_without_blas, kernel, plain  # noqa: F401
 
@@ -25,7 +25,7 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 SMALL = Variant(4, 2, 16, 16, 16, F32)
 
 
-def check(kernels: ModuleType, case: FixedCase, device: str) -> None:
+def check(kernels: ModuleType, case: FixedCase, device: str, every_way: bool = True) -> None:
     tensors = case.tensors(device)
     base = attended(kernels, case, tensors)
     assert_near(base, case.reference(tensors.to(F64)), case.variant.dtype, "beside the reference")
@@ -40,14 +40,15 @@ def check(kernels: ModuleType, case: FixedCase, device: str) -> None:
         ("one block for all parts", {"share": 10**6}),
         ("on a large card", {"multiprocessors": 1000}),
     ]
-    for what, options in ways:
+    for what, options in ways if every_way else ways[:1]:
         assert torch.equal(attended(kernels, case, tensors, **options), base), what
-    assert torch.equal(attended(kernels, case, tensors, grown=GROW, shared=False, share=1), grown)
+    if every_way:
+        assert torch.equal(attended(kernels, case, tensors, grown=GROW, shared=False, share=1), grown)
     order = list(range(len(case.runs)))
     dice.shuffle(order)
     shuffled, moved, at = some_of(case, tensors, order)
     assert torch.equal(attended(kernels, shuffled, moved), base[at]), "in another order"
-    for each in dice.sample(order, min(up_to(3), len(order))):
+    for each in dice.sample(order, min(up_to(3) if every_way else 1, len(order))):
         alone, moved, at = some_of(case, tensors, [each])
         assert torch.equal(attended(kernels, alone, moved), base[at]), "a run alone"
         assert torch.equal(attended(kernels, row_by_row(alone, moved), moved), base[at]), "row by row"
@@ -103,7 +104,8 @@ def test_on_a_gpu(seed: int, variant: Variant) -> None:
     ids=str,
 )
 def test_shapes(variant: Variant) -> None:
-    check(fixed_attention_triton, fixed_case(2, variant, runs=3, most=PART, chunks=5), DEVICE)
+    # What cuts the work elsewhere knows nothing of these shapes, and is in the test above; each way takes seconds here.
+    check(fixed_attention_triton, fixed_case(2, variant, runs=3, most=PART, chunks=5), DEVICE, every_way=not SOME)
 
 
 def lists(prefix: int, rows: int, prompts: int, own: int = 250) -> WorkLists:

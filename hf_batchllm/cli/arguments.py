@@ -238,7 +238,6 @@ _IN = {"source IN": ".jsonl, .csv, .tsv, .parquet, .txt, or - for stdin"}
 _OUT = {"target OUT": "the same kinds but .txt, or - for stdout. An unfinished OUT is continued"}
 _FORMAT = {
     "--format KIND": "format of IN: jsonl, csv, tsv, parquet or txt (default: by its suffix)",
-    "--dialect KIND": "plain, openai (requests of a batch), or auto (the default): as the first record looks",
 }
 OUTPUT_FORMAT = {"--output-format KIND": "format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"}
 _PICTURES = {"--json": "print figures as JSON", "--html FILE": "write a picture of the plan"}
@@ -283,14 +282,12 @@ _ANSWERS = {
 _RESULTS = {
     "--keep FIELDS": "copy these fields of a record into its result: a,b or all",
     "--token-ids": "write the ids of the new tokens, too",
-    "--order WHICH": "input (the default): in the end, results get the order of IN; finished: they stay as they came",
 }
 _COURSE = {
     "--shard I/N": "only part I of N, counted from 1, into OUT.shard-I-of-N.jsonl. `merge OUT` joins the parts",
     "--retry-errors": "run lines with errors again",
     "--restart": "begin afresh; the old OUT is kept as OUT.bak-1, ...",
     "--on-error WHAT": "record (the default): a bad line's result is its error; raise: a bad line refuses the file",
-    "--fsync WHEN": "when results are forced onto the disk: always, never, or an interval (default: %(default)s)",
 }
 _LIMITS = {
     "--limit N": "only the first N records",
@@ -302,7 +299,6 @@ _COMMON = {
     "-h, --help": "show this page",
 }
 _HOW: dict[str, dict[str, Any]] = {  # what argparse is told of an option beside its help
-    "--dialect": {"choices": ("auto", "plain", "openai"), "default": "auto"},
     "-m": {"type": os.path.expanduser, "required": True},
     "--tokenizer": {"type": os.path.expanduser},
     "--adapter": {"action": "append", "default": [], "dest": "adapters"},
@@ -315,9 +311,7 @@ _HOW: dict[str, dict[str, Any]] = {  # what argparse is told of an option beside
     "--set": {"action": "append", "default": []},
     "--generation-config": {"type": config_file, "default": NO_SETTINGS},
     "--keep": {"type": fields, "default": []},
-    "--order": {"choices": ("input", "finished"), "default": "input"},
     "--on-error": {"choices": ("record", "raise"), "default": "record"},
-    "--fsync": {"default": "5s"},
     "--limit": {"type": positive},
     "--window": {"type": size, "default": "256MiB"},
     "-h": {"action": "help"},

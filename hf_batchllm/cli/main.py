@@ -51,7 +51,8 @@ options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code, of which ``EXIT_CODES_HELP`` tells."""
-    _open_closed_streams()
+    if None in (sys.stdin, sys.stdout, sys.stderr):  # a file opened later would get its number, and be printed into
+        sys.exit(f"{PROGRAM} needs open streams: redirect a closed one to {os.devnull}")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -94,15 +95,3 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(_COMMANDS)}"
         raise UsageError(f"{what}; {hint} (`{PROGRAM} --help` tells more)")
     return 0
-
-
-def _open_closed_streams() -> None:
-    """A daemon may start commands without stdout: a file opened later would get its number, and be printed into."""
-    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):  # writes to stdout fail
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, flags)  # takes the lowest free number, which is this one
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the rest of the process)

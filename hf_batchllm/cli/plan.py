@@ -79,7 +79,7 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
         with open(asked.html, "a", encoding="utf-8"):
             pass  # a wrong place is an error now, and not when all is planned
     with open_source(asked.source, asked.format, note=console.note) as source:
-        reader = make_reader(source, layout_from(asked), settings_from(asked), asked.dialect)
+        reader = make_reader(source, layout_from(asked), settings_from(asked))
         first = first_records(asked, reader, check_first_records(reader, source, asked.limit))
         tokenizer = cache(lambda: _tokenizer(asked, first))
         if first.have_texts:

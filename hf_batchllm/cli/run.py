@@ -40,7 +40,6 @@ def main(arguments: Sequence[str]) -> int:
                     images=images_of_lines(asked.image_folder, asked.image_urls, not asked.gpus),
                     note=console.note,
                     format=asked.format,
-                    dialect=asked.dialect,
                 )
             finally:
                 loaded = loader.loaded

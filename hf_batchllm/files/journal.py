@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..errors import ConfigError, OutputBusyError, OutputFileError, OutputWriteError
+from ..errors import OutputBusyError, OutputFileError, OutputWriteError
 from .paths import reason, replacing, sync_file
 
 try:
@@ -28,7 +28,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-ORDERS = ("input", "finished")
+SYNC_EVERY = 5.0  # seconds: results are forced onto the disk with the first one that comes after these
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
 _LOCKED_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8
@@ -53,16 +53,6 @@ def identify(result: Any) -> tuple[int, str, bool] | None:
         status = response.get("status_code") if isinstance(response, dict) else None
         return min(int(found[1]), _HIGHEST), found[2], result.get("error") is not None or status != 200
     return None
-
-
-def seconds_between_syncs(policy: str | float) -> float | None:
-    """``always`` is 0, ``never`` None, ``5s`` (or a number) 5."""
-    if policy in ("always", "never"):
-        return 0.0 if policy == "always" else None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*s?\s*", str(policy))
-    if isinstance(policy, bool) or found is None:
-        raise ConfigError(f"fsync={policy!r}: it must be `always`, `never`, or seconds such as `5s`")
-    return float(found[1])
 
 
 def lock(descriptor: int, path: str, note: Callable[[str], None] = lambda message: None) -> bool:
@@ -92,7 +82,6 @@ class Journal:
         path: str,
         count: int,
         *,
-        fsync: str | float = "5s",
         busy: Callable[[], str],  # the error when another process writes to it
         note: Callable[[str], None],
     ) -> None:
@@ -100,7 +89,6 @@ class Journal:
         self.start, self.size = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.key, self.is_error = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=bool)
         self.beyond: dict[int, bool] = {}  # records that the input does not have: whether their result is an error
-        self._seconds = seconds_between_syncs(fsync)
         self._busy, self._note = busy, note
         self._repairs: list[str] = []
         self._end = 0  # where the last whole line ends
@@ -214,7 +202,7 @@ class Journal:
                 self._file.truncate(self._end)
             if isinstance(self._failed, OSError):
                 raise self._write_error(self._failed, "could not be written")
-        self.sync(within=self._seconds or 0.0)
+        self.sync(within=SYNC_EVERY)
 
     def _write_error(self, error: OSError, what: str) -> OutputWriteError:
         kept = f"{len(self):,} results are kept, and the same command continues"
@@ -222,10 +210,10 @@ class Journal:
         return self._failed
 
     def sync(self, within: float = 0.0) -> None:
-        """Brings everything to the disk, if it is wanted at all and longer ago than ``within`` seconds."""
+        """Brings everything to the disk, if that is longer ago than ``within`` seconds."""
         if self._failed is not None:
             raise self._failed
-        if self._seconds is None or not self._fresh or time.monotonic() - self._synced < within:
+        if not self._fresh or time.monotonic() - self._synced < within:
             return
         try:
             sync_file(self._file.fileno())
@@ -235,12 +223,10 @@ class Journal:
 
     # At the end
 
-    def compact(self, order: str = "input") -> None:
-        """Leaves nothing but the lines that count, in the input's order or as they came."""
+    def compact(self) -> None:
+        """Leaves nothing but the lines that count, in the input's order."""
         self.sync()
         places = self._places()
-        if order == "finished":
-            places = places[np.argsort(self.start[places])]
         sizes = self.size[places]
         begins = np.cumsum(sizes) - sizes
         in_place = self.has_name

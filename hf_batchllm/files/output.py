@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import FilesError, OutputBusyError, OutputFileError, OutputWriteError, RunChangedError
 from ..notices import warn_user
 from ..wording import differing
-from .journal import ORDERS, Journal, lock
+from .journal import Journal, lock
 from .paths import real_path, reason, replacing, temporary_beside
 from .run_record import RunRecord, record_path
 from .sources import Source, record_key
@@ -36,7 +36,6 @@ def open_output(
     *,
     source: Source | None = None,
     records: int = 0,
-    fsync: str | float = "5s",
     restart: bool = False,
     note: Callable[[str], None] = warn_user,
 ) -> FileOutput | StreamOutput:
@@ -44,8 +43,7 @@ def open_output(
 
     format: jsonl, csv, tsv or parquet; by default the suffix says it. ``-`` is stdout; like everything that is no
     ordinary file, it takes JSON lines and cannot be continued. source: must be another file. records: how many the
-    input has, where there is no source. fsync: always, never, or how often (``5s``). note: is called with what a person
-    should hear.
+    input has, where there is no source. note: is called with what a person should hear.
     """
     path = os.fspath(path)
     if is_stream(path):
@@ -55,7 +53,7 @@ def open_output(
     kind = format_of(path, format, OutputFileError)
     if kind == "parquet":
         import_pyarrow()
-    return FileOutput(path, kind, source, records if source is None else source.count, fsync, restart, note)
+    return FileOutput(path, kind, source, records if source is None else source.count, restart, note)
 
 
 class FileOutput:
@@ -67,7 +65,6 @@ class FileOutput:
         kind: str = "jsonl",
         source: Source | None = None,
         records: int = 0,
-        fsync: str | float = "never",
         restart: bool = False,
         note: Callable[[str], None] = warn_user,
     ) -> None:
@@ -84,7 +81,7 @@ class FileOutput:
         results, self._other = self.path, f"{self.path}.part.jsonl"
         if self._table:
             results, self._other = self._other, results
-        self._make_journal = lambda: Journal(results, records, fsync=fsync, busy=self._busy, note=note)
+        self._make_journal = lambda: Journal(results, records, busy=self._busy, note=note)
         self._check_place(source, results)
         try:
             self.journal = self._make_journal()
@@ -313,16 +310,14 @@ class FileOutput:
         """Each is (the record's number, a JSON object on one line, without the newline)."""
         self.journal.append(lines)
 
-    def finish(self, order: str = "input", figures: Mapping[str, Any] | None = None) -> None:
+    def finish(self, figures: Mapping[str, Any] | None = None) -> None:
         """Puts the results in order, and makes the table. ``figures``: of a run of which no result is missing."""
-        if order not in ORDERS:
-            raise OutputFileError(f"order {order!r}: it must be one of {', '.join(ORDERS)}")
         assert self._record is not None, "begin() comes first"
         done_before = not self.started and self._old is not None and self._old.finished is not None
         if not self.started and not done_before:
             self._start()
         if not self._table:
-            self.journal.compact(order)
+            self.journal.compact()
         elif not (done_before and _size(self.path)):
             self.journal.sync()
             self._write_table()

@@ -293,12 +293,10 @@ def make_reader(
     source: Source,
     layout: RecordLayout,
     base: GenerationSettings,
-    dialect: str = "auto",
     images: ImageSources | None = None,
 ) -> RecordReader:
-    """``dialect``: PLAIN, OPENAI, or "auto": as the first records look. ``images``: which ones chats may show."""
-    if dialect == "auto":
-        dialect = dialect_of(source.records(range(min(source.count, _LOOKED_AT))))
+    """The first records say which dialect it is. ``images``: which ones chats may show."""
+    dialect = dialect_of(source.records(range(min(source.count, _LOOKED_AT))))
     return RecordReader(
         layout,
         base,

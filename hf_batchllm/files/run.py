@@ -65,12 +65,11 @@ def run_records(
     images: ImageSources | None,  # which ones lines may show; None where chats are text alone
     note: Callable[[str], None],
     format: str | None = None,
-    dialect: str = "auto",
 ) -> FileReport:
     target = os.fspath(target)
     options.check_target(target)
     with open_source(source, format, note=note) as opened:
-        reader = make_reader(opened, layout, base, dialect, images)
+        reader = make_reader(opened, layout, base, images)
         model.expect(reader, check_first_records(reader, opened, options.limit))
         more = model.identity if images is None else {**model.identity, **images.identity}
         identity = run_identity(more, layout, base, reader.dialect, options.token_ids)
@@ -149,7 +148,7 @@ def _run(
             )
             RecordLoop(engine, source, output, reader, writer, options, record.seed or 0, report).run_windows(todo)
         report.seconds = time.perf_counter() - began - report.loading_seconds
-        output.finish(options.order, report.figures())
+        output.finish(report.figures())
         report.seconds = time.perf_counter() - began - report.loading_seconds
 
 

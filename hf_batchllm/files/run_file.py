@@ -55,8 +55,6 @@ def run_file(
     image_folder: str | os.PathLike[str] | None = None,
     image_urls: bool = False,
     token_ids: bool = False,
-    order: str = "input",
-    fsync: str = "5s",
     window_bytes: int = 256 << 20,
     retry_errors: bool = False,
     restart: bool = False,
@@ -83,9 +81,6 @@ def run_file(
         it is an error of its line. By default a line has no file read.
     image_urls: whether images are fetched whose http or https URL is in a line.
     token_ids: whether results have the new tokens' ids.
-    order: "input", or "finished" to leave the results in the order in which they finished.
-    fsync: "always", "never", or how often results are forced onto the disk, with the first result that comes when this
-        time has passed. If the process is killed, nothing is lost; a power cut loses at most what was not forced.
     window_bytes: how many bytes of records are in memory together. Prompts that begin alike share a window.
     retry_errors: run records whose result is an error again.
     restart: begin afresh; the old results are moved to ``<target>.bak-1``.
@@ -118,8 +113,6 @@ def run_file(
     options = RunOptions(
         output_format=output_format,
         token_ids=token_ids,
-        order=order,
-        fsync=fsync,
         window_bytes=window_bytes,
         retry_errors=retry_errors,
         restart=restart,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ..errors import FilesError, OutputFileError
 from ..wording import shown
-from .journal import ORDERS, seconds_between_syncs
 from .output import FileOutput, open_output
 from .paths import real_path
 from .shards import Part, Shard, part_of, shards_beside
@@ -24,8 +23,6 @@ class RunOptions:
 
     output_format: str | None = None
     token_ids: bool = False
-    order: str = "input"
-    fsync: str = "5s"
     window_bytes: int = WINDOW_BYTES
     retry_errors: bool = False
     restart: bool = False
@@ -36,13 +33,11 @@ class RunOptions:
     shard: Shard | None = None
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("order", self.order, ORDERS), ("on_error", self.on_error, ON_ERROR)):
-            if value not in allowed:
-                raise FilesError(f"`{name}` must be {' or '.join(map(repr, allowed))}, not {shown(value)}")
+        if self.on_error not in ON_ERROR:
+            raise FilesError(f"`on_error` must be {' or '.join(map(repr, ON_ERROR))}, not {shown(self.on_error)}")
         for name, size in (("limit", self.limit), ("window_bytes", self.window_bytes)):
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
-        seconds_between_syncs(self.fsync)
 
     @property
     def format(self) -> str | None:
@@ -81,4 +76,4 @@ class RunOptions:
 
     def open_output(self, place: str, source: Source, note: Callable[[str], None]) -> FileOutput | StreamOutput:
         """Locks the output, and changes nothing in it: a refusal of its place, or of a second run, comes here."""
-        return open_output(place, self.format, source=source, fsync=self.fsync, restart=self.restart, note=note)
+        return open_output(place, self.format, source=source, restart=self.restart, note=note)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import select
-import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,24 +13,12 @@ from .paths import reason
 from .run_record import RunRecord
 from .sources import Source
 
-_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
-_STANDARD_STREAMS = {"-": 1, "/dev/stdout": 1, "/dev/stderr": 2}
-
-
-def _descriptor_of(path: str) -> int | None:
-    """The descriptor of this process that the name stands for, if it is such a name."""
-    found = _DESCRIPTOR.fullmatch(path)
-    return int(found[1]) if found else _STANDARD_STREAMS.get(path)
+_STDOUT = ("-", "/dev/stdout")  # written to where it stands, also where it is redirected to a file
 
 
 def is_stream(path: str) -> bool:
-    if _descriptor_of(path) is not None:
-        return True
-    try:
-        mode = os.stat(os.path.expanduser(path)).st_mode
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    there = os.path.expanduser(path)
+    return path in _STDOUT or (os.path.exists(there) and not os.path.isfile(there) and not os.path.isdir(there))
 
 
 class StreamOutput:
@@ -47,10 +32,11 @@ class StreamOutput:
         self.name = "stdout" if path == "-" else path
         self._written = 0
         try:
-            own = _descriptor_of(path)  # not opened again: a file would be written to from another place of it
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND) if own is None else os.dup(own)
-            if own is not None:
-                os.write(own, b"")  # fails now if it is open for reading alone
+            if path in _STDOUT:
+                os.write(1, b"")  # fails now if it is open for reading alone
+                self._descriptor = os.dup(1)
+            else:
+                self._descriptor = os.open(os.path.expanduser(path), os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
         if source is not None and source.is_file(self._descriptor):
@@ -77,8 +63,6 @@ class StreamOutput:
             while rest:
                 try:
                     rest = rest[os.write(self._descriptor, rest) :]
-                except BlockingIOError:  # another process has made it non-blocking
-                    select.select([], [self._descriptor], [])
                 except OSError as error:
                     raise OutputWriteError(
                         f"{self.name} cannot be written to any more: {reason(error)}. "
@@ -88,7 +72,7 @@ class StreamOutput:
                     ) from error
             self._written += 1
 
-    def finish(self, order: str = "input", figures: Mapping[str, Any] | None = None) -> None:
+    def finish(self, figures: Mapping[str, Any] | None = None) -> None:
         """There is nothing to put in order."""
 
     def close(self) -> None:
