@@ -51,8 +51,28 @@ def _read_masks_as_truth() -> None:
         setattr(InterpreterBuilder, name, reading(getattr(InterpreterBuilder, name), place))
 
 
-if INTERPRETED and _REFUSES_MASKS:
-    _read_masks_as_truth()
+def _patch_for_each_function_once() -> None:
+    """The interpreter patches Triton's language again whenever a kernel calls a function, and walks through all of it.
+
+    What it patches for the kernel holds until the kernel ends, and what it patches for a function alone stays.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    own, patched = InterpretedFunction.__call__, set[Any]()
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        if self.fn in patched:
+            return self.rewrite()(*given, **named)
+        patched.add(self.fn)
+        return own(self, *given, **named)
+
+    InterpretedFunction.__call__ = call
+
+
+if INTERPRETED:
+    _patch_for_each_function_once()
+    if _REFUSES_MASKS:
+        _read_masks_as_truth()
 
 
 @pytest.fixture
