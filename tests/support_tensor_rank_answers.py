@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def family(name: str) -> Any:
         result = gen.generate(PROMPTS["nested"], max_new_tokens=6, **QUIET)
         assert result.token_ids == wanted
         drawn, as_one = (each.generate(PROMPTS["nested"], max_new_tokens=6, **SAMPLED, **QUIET) for each in (gen, one))
-        assert drawn == as_one
+        assert [replace(each, text=None) for each in drawn] == as_one  # some classes make a tokenizer of no files
     with BatchGenerator(model, backend="torch") as plain:
         assert plain.generate(PROMPTS["nested"], max_new_tokens=6, **QUIET).token_ids == wanted
     return str(result.report)
