@@ -117,7 +117,6 @@ class PoolError(BatchLLMError, RuntimeError):
 class RanksError(BatchLLMError, RuntimeError):
     """Ranks that run one model together were given different things to do, or one of them has failed."""
 
-    _are_level = False  # whether all ranks have left the call at the same place, and can begin another one
     _failure: Any = None  # which rank's it is
 
 

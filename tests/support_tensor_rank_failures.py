@@ -276,7 +276,10 @@ def one_fails_before_its_device(name: str) -> Any:
 
 
 def looked_at_alike(name: str) -> Any:
-    """A generator is made by all ranks, or by none; an error of the owner's that comes again is told again."""
+    """One cannot make its generator, or a stream: the other hears of it in its first call, or at the first result.
+
+    An error of the owner's that comes again is told again.
+    """
     model, error = sharded(name), ValueError("no more of this")
 
     def failing(ids: Any, scores: Any) -> Any:
@@ -292,7 +295,8 @@ def looked_at_alike(name: str) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(architecture, "_noted_pass", looked)
-        found = [error_of(lambda: BatchGenerator(model))]
+        found = [error_of(lambda: BatchGenerator(model).generate([[1, 2, 3]], max_new_tokens=4, **QUIET))]
     with BatchGenerator(model) as gen:
+        found.append(error_of(lambda: [*gen.stream([[1, 2, 3], [4] * RANK], max_new_tokens=4)]))
         asked: dict[str, Any] = {"max_new_tokens": 4, "logits_processor": [failing], **QUIET}
         return found + [error_of(lambda: gen.generate([[1, 2, 3]], **asked)) for _ in range(2)]

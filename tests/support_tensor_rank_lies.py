@@ -141,7 +141,8 @@ def other_tensors(name: str) -> Any:
     for each in model.model.norm.weight.data, model.model.rotary_emb.inv_freq:
         own = each.clone()
         each.mul_(1.0 + RANK)
-        found.append(error_of(lambda: BatchGenerator(model)))
+        with BatchGenerator(model) as gen:
+            found.append(error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2, **QUIET)))
         each.copy_(own)
     with BatchGenerator(model) as gen:
         return found, gen.generate([[1, 2]], max_new_tokens=2, **QUIET).token_ids

@@ -204,13 +204,15 @@ def test_what_cannot_be_spread_is_refused_by_name(case: str, why: str, two: list
     assert all(why in found[case] for found in two)
 
 
-def test_a_generator_is_made_by_all_or_by_none(two: list[dict[str, Any]]) -> None:
+def test_an_error_of_one_before_a_call_is_one_of_the_call(two: list[dict[str, Any]]) -> None:
     first, second = (found["looked_at_alike:llama"] for found in two)
     told = "RanksError: rank 1 of the 2 that run this model together failed: "
     assert second[0].startswith("ZeroDivisionError") and first[0].startswith(told + "ZeroDivisionError")
-    assert all(each.startswith("ValueError") for each in first[1:])
-    told = "RanksError: rank 0 of the 2 that run this model together failed: ValueError: no more of this"
-    assert all(each.startswith(told) for each in second[1:]), second
+    assert first[1].startswith("PromptError: prompt 1 is empty"), first
+    told = "RanksError: rank 0 of the 2 that run this model together failed: "
+    assert second[1].startswith(told + "PromptError: prompt 1 is empty"), second
+    assert all(each.startswith("ValueError") for each in first[2:])
+    assert all(each.startswith(told + "ValueError: no more of this") for each in second[2:]), second
 
 
 @pytest.fixture(scope="module")

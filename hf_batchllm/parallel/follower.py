@@ -43,8 +43,8 @@ class Turn:
     is_over: bool = False
     failed: BaseException | None = None  # in the latest frame that failed
     left: bool = False  # it has failed where nobody waits for an answer, and does nothing more
-    told: bool = False  # the watch has heard of a failure, and the leader may not have
     results: Any = None
+    told: bool = False  # the watch has heard of a failure, and the leader may not have
     error: BaseException | None = None  # what is raised in the end
 
 
@@ -113,11 +113,14 @@ class Follower(Devices):
         if turn.error is not None:
             raise turn.error from None
 
-    def follow(self, call: Call, job: Job) -> Iterator[Any]:
-        """The results of a stream. It ends in ``Ended``."""
-        asked = {"calls": self._turn.kind.encode(), **asked_for(job, call.resources.config)}
+    def follow(self, call: Call, job: Job | None = None) -> Iterator[Any]:
+        """The results of a stream. It ends in ``Ended``. Without a ``job`` all is done that the leader is asked for."""
+        asked = {"calls": self._turn.kind, **self.group.digests}
+        if job is not None:
+            asked |= asked_for(job, call.resources.config)
+            self._turn.prompts = _Prompts(job)
         with uninterrupted():
-            self._turn.call, self._turn.prompts = call, _Prompts(job)
+            self._turn.call = call
             self.group.send(0, "here", asked)
         with self.group.says_that_it_waits():
             self.group.wait_for()
@@ -129,8 +132,10 @@ class Follower(Devices):
         try:
             while True:
                 kind, *said = self.group.receive()
-                if turn.told and turn.failed is not None and not turn.left:
-                    self._told()  # the leader has read the answer that said so
+                answered = turn.failed is not None and not turn.left  # the leader has read that
+                if turn.told and (answered or kind == "over"):
+                    turn.told = False
+                    self.group.watch.all_have_heard()
                 if kind == "do":
                     self._do(*said)
                 elif kind == "over":
@@ -170,8 +175,6 @@ class Follower(Devices):
         turn, group = self._turn, self.group
         turn.is_over = True
         group.send(0, "over", group.given())
-        if turn.told:
-            self._told()
         if turn.call is not None and turn.begun:
             turn.call.use.drop_runner()
             if ending.how != "done":
@@ -208,10 +211,6 @@ class Follower(Devices):
             if group.watch.failure is None:
                 for _ in self._results(turn.call):
                     pass
-
-    def _told(self) -> None:
-        self._turn.told = False
-        self.group.watch.all_have_heard()
 
     def _drop(self, everything: bool) -> None:
         for number, thing in [*self._things.items()]:

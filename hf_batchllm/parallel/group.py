@@ -4,7 +4,7 @@ A frame is a tuple that begins with its kind. The leader's:
 
 - ``begin``: all ask for the same, and the call begins;
 - ``do``: a method of a numbered thing is to be called, as the leader calls its own;
-- ``all``: what each has said, where all exchange something; None where one has not come there;
+- ``all``: what each has said, where all exchange something;
 - ``result``: one of a stream; ``over``: the call is, and how.
 
 A follower's are ``here`` (it has come to the call), ``said``, ``failed`` and ``over``.
@@ -28,7 +28,6 @@ import torch.distributed as distributed
 
 from ..engine.device_loop.decode_graphs import DecodeGraphs
 from ..errors import RanksError
-from ..interrupts import uninterrupted
 from ..model.device_memory import is_out_of_memory
 from ..model.transfers import current_device
 from ..notices import Notices, warn_user
@@ -40,6 +39,7 @@ from .rank_watch import RankWatch
 _SILENCE = 1.0  # seconds, after which it is looked whether the group has ended
 _PATIENCE = 60.0  # seconds for the others to come to a call, before a warning
 _SAME_CALLS = "each rank must make the same calls, with the same prompts and options in the same order"
+_SAME_MODEL = "load the same checkpoint on each"
 INTERRUPTED = "was interrupted"
 
 
@@ -76,7 +76,7 @@ class Group:
         self._incoming = selectors.DefaultSelector()
         for other, connection in watch.connections.items():
             self._incoming.register(connection, selectors.EVENT_READ, other)
-        self._unread: dict[int, Any] = {}  # frames of ranks that were somewhere else
+        self.digests: dict[str, int] = {}  # of what each has the whole of, and all have to have alike
         self._sums: Sums | None = None
         self._graphs: DecodeGraphs | None = None  # of the call
         self._before = 0, 0
@@ -112,8 +112,6 @@ class Group:
             raise gone
 
     def receive(self, rank: int = 0) -> Any:
-        if rank in self._unread:
-            return self._unread.pop(rank)
         try:
             with self.watch.listening():
                 self._wait_for(rank)
@@ -124,9 +122,8 @@ class Group:
 
     def wait_for(self, rank: int = 0) -> None:
         """Until a frame comes. An interrupt that comes meanwhile leaves all frames whole."""
-        if rank not in self._unread:
-            with self.watch.listening():
-                self._wait_for(rank)
+        with self.watch.listening():
+            self._wait_for(rank)
 
     def _wait_for(self, rank: int) -> None:
         waits: Callable[[float], Any] = self._connections[rank].poll if self.leads else self._incoming.select
@@ -158,74 +155,14 @@ class Group:
     # -- what all of them do at the same place -----------------------------------------------------------------------
 
     def exchange(self, value: Any) -> list[Any]:
-        """What each of them says."""
+        """What each of them says. Nothing may fail on one of them alone between two of these."""
         if not self.leads:
             self.send(0, "said", value)
-            return self._said_by_all()
-        frames = {rank: self.receive(rank) for rank in self.followers}
-        others = {rank: frame for rank, frame in frames.items() if frame[0] != "said"}
-        for rank in frames if others else ():
-            if rank not in others:
-                self.send(rank, "all", None)
-        for rank, (kind, said, *_) in others.items():
-            self._unread |= others
-            raise self.error_of(said) if kind == "failed" else self.different("calls", rank)
-        each = [value, *(frame[1] for frame in frames.values())]
+            each: list[Any] = self.receive()[1]
+            return each
+        each = [value, *(self.receive(rank)[1] for rank in self.followers)]
         self.tell("all", each)
         return each
-
-    def _said_by_all(self) -> list[Any]:
-        kind, said = self.receive()
-        if kind == "all" and said is not None:
-            found: list[Any] = said
-            return found
-        if kind == "over":
-            self.send(0, "over", self.given())
-            raise RanksError(said.said)
-        raise RanksError(f"one of the {self.size} ranks that run this model together has failed, or makes another call")
-
-    @contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """An error in the block, which all of them run, is one on all."""
-        self.check()
-        error: BaseException | None = None
-        with self.watch.during_a_call():
-            self.watch.start()
-            try:
-                yield
-            except BaseException as own:
-                error = own
-                self.watch.tell(in_words(own))
-            with uninterrupted():
-                each = self._exchanged_or_ended(None if error is None else self.failure(error))
-                if error is not None:
-                    self.watch.all_have_heard()
-                    raise error
-        for failure in each:
-            if failure is not None:
-                raise self.error_of(failure)
-
-    def _exchanged_or_ended(self, value: Any) -> list[Any]:
-        """Followers that make another call meanwhile do not wait in vain."""
-        try:
-            return self.exchange(value)
-        except RanksError as error:
-            for rank in [*self._unread]:
-                self.send(rank, "over", Ending("failed", said=str(error)))
-                self._end_of(rank)
-            raise
-
-    def compare(self, digests: dict[str, int]) -> None:
-        """What each has the whole of, and all have to have alike."""
-        with self.watch.during_a_call():
-            each = self.exchange(digests)
-        for rank, others in enumerate(each):
-            for what, ours in each[0].items():
-                if others[what] != ours:
-                    raise RanksError(
-                        f"the {self.size} ranks that run this model together have different {what} (rank {rank} has "
-                        "others than rank 0): load the same checkpoint on each, and change it on each in the same way"
-                    )
 
     def failure(self, error: BaseException) -> Failure:
         return Failure(self.rank, in_words(error), is_out_of_memory(error), self.given())
@@ -239,8 +176,8 @@ class Group:
 
     def different(self, what: str, rank: int) -> RanksError:
         return RanksError(
-            f"the {self.size} ranks that run this model together have different {what}: {_SAME_CALLS} "
-            f"(rank {rank} has others than rank 0)"
+            f"the {self.size} ranks that run this model together have different {what} (rank {rank} has others than "
+            f"rank 0): {_SAME_MODEL if what in self.digests else _SAME_CALLS}"
         )
 
     @contextmanager

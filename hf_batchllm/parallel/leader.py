@@ -60,16 +60,16 @@ class Leader:
         finally:
             self._begun = False
 
-    def meet(self, asked: dict[str, bytes], use: ModelInUse) -> None:
+    def meet(self, asked: dict[str, Any], use: ModelInUse) -> None:
         """All have come to the call, and ask for the same."""
         self._wait_for_all()
         with uninterrupted():
-            asked = {"calls": self._kind.encode(), **asked}
-            for rank, (kind, said, *_) in self._come.items():
+            asked = {"calls": self._kind, **self.group.digests, **asked}
+            for rank, (kind, said) in self._come.items():
                 if kind == "failed":
                     raise self.group.error_of(said)
-                for what, ours in asked.items():
-                    if kind != "here" or said[what] != ours:
+                for what, theirs in said.items():
+                    if theirs != asked[what]:
                         raise self.group.different(what, rank)
             self.lead(use, "use")
             self.group.tell("begin", sent(use).number, [*self._things])
@@ -105,9 +105,7 @@ class Leader:
                 self._end_with(error)
             except RanksError as found:
                 gone = found
-        if isinstance(error, RanksError):
-            error._are_level = group.watch.failure is None
-        elif isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, RanksError):
             if gone is not None:
                 raise gone from error  # which may be why
             group.check()  # what came from the device may have meant nothing

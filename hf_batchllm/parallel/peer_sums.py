@@ -59,13 +59,17 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
 
     memory = _on_all(ranks, reserved)
     handle = _on_all(ranks, lambda: symmetric_memory.rendezvous(memory, group.group_name))
-    each = [handle.get_buffer(rank, (memory.numel(),), torch.uint8) for rank in range(ranks.size)]
-    signals = [one[:of_signals].view(torch.int32) for one in each]
-    slots = [[one[of_signals + number * slot :][:slot] for one in each] for number in range(2)]
-    ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-    sums = PeerSums(slots, signals, ranks.rank, GroupSums(group), ended, (memory, handle))
-    _on_all(ranks, lambda: _try(sums, ranks, device))
-    return sums
+
+    def tried() -> PeerSums:
+        each = [handle.get_buffer(rank, (memory.numel(),), torch.uint8) for rank in range(ranks.size)]
+        signals = [one[:of_signals].view(torch.int32) for one in each]
+        slots = [[one[of_signals + number * slot :][:slot] for one in each] for number in range(2)]
+        ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        sums = PeerSums(slots, signals, ranks.rank, GroupSums(group), ended, (memory, handle))
+        _try(sums, ranks, device)
+        return sums
+
+    return _on_all(ranks, tried)
 
 
 def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:

@@ -43,6 +43,7 @@ class RankWatch:
         grace: float = _GRACE,
     ) -> None:
         self.rank, self.size = rank, size
+        self.exchange = exchange
         self._release, self._grace = release, grace
         self._peers = connected(rank, size, exchange)
         others = connected(rank, size, exchange)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from ..config import BatchConfig
@@ -41,18 +41,28 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
             self._leader, self._kind_of_call = Leader(group, self._hands_on), LeadersCall
         else:
             self._follower, self._kind_of_call = Follower(group), FollowersCall
-        with group.all_or_none():
-            devices: Devices | None = self._follower if self._leader is None else self._leader.devices
-            assert devices is not None
+        devices: Devices | None = self._follower if self._leader is None else self._leader.devices
+        assert devices is not None
+        # An error reaches the others in their first call; in a pool it ends the processes.
+        with self._call("makings of a BatchGenerator") if self._hands_on else nullcontext():
             resources = Resources(self._model, config, self._notices, devices)
-            digests = digests_of_whole(self._model)
-        group.compare(digests)
+            group.digests = digests_of_whole(self._model)
         return resources
 
     @property
     def _said_by_all(self) -> Callable[[T], list[T]] | None:
         """What all processes say that have the model together; each must ask. None where there is one."""
-        return None if self._group is None else self._group.exchange
+        return None if self._group is None else self._group.watch.exchange
+
+    @property
+    def group_has_ended(self) -> bool:
+        """Another process of this model has failed: this one is of no further use."""
+        return self._group is not None and self._group.watch.failure is not None
+
+    def _call(self, kind: str) -> AbstractContextManager[Any]:
+        side = self._leader or self._follower
+        assert side is not None
+        return side.call(kind)
 
     @property
     def _group(self) -> Group | None:
@@ -95,7 +105,7 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         if self._group is None:
             return super()._stream(*given)
         self._refuse_while_running()
-        with self._group.all_or_none():
+        with self._call("stream"):  # an error reaches the others when they ask for the first result
             return super()._stream(*given)
 
     def _run_stream(self, job: Job, strict: bool, progress: bool) -> Generator[Generation, None, None]:

@@ -166,8 +166,7 @@ class Worker:
         if isinstance(error, RanksError) and self._followers is not None:
             self._followers.may_have_ended()
         blame = Blame.USERS
-        apart = isinstance(error, RanksError) and not error._are_level
-        if isinstance(message, Load) or is_device_error(error) or apart:
+        if isinstance(message, Load) or is_device_error(error) or self._generator.group_has_ended:
             blame = Blame.DEVICE
         elif is_out_of_memory(error) or isinstance(error, MemoryError):
             blame = Blame.MEMORY
