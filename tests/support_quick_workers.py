@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ def quick_followers() -> None:
 
 
 class _Forked:
-    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **given: Any) -> None:
+    def __init__(self, command: Sequence[str], **given: Any) -> None:
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -50,3 +51,7 @@ class _Forked:
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)

@@ -155,6 +155,13 @@ class PartGenerator(BatchGenerator):
         finally:
             self._of_the_call = {}
 
+    def follow(self) -> None:
+        """Do what the leader of those that have the model together is asked for next."""
+        assert self._follower is not None
+        with self._follower.call("part"), self._taking() as call:
+            for _ in self._follower.follow(call):
+                pass
+
     def rules_of(self, job: Job) -> list[StopRules]:
         return self._checks.rules.of_each(job.options)
 

@@ -147,17 +147,10 @@ class Worker:
         began = time.monotonic()
         load = message.load.open()
         if load.processes > 1:
-            self._followers = Followers(load.processes, load.device)
-            self._tell_followers(message)
-            self._followers.join()
+            self._followers = Followers(load.processes, load.device, message.load)
         self._generator = load()
         name, costs = self._generator.architecture.name, self._generator.token_costs()
         self._say(Ready(name, self._generator.loaded, costs, time.monotonic() - began))
-
-    def _tell_followers(self, message: Any) -> None:
-        """Of what this process does with the model."""
-        if self._followers is not None:
-            self._followers.tell(message)
 
     def _failed(self, error: BaseException, message: Any) -> None:
         from ..errors import BatchLLMError, RanksError
@@ -185,7 +178,6 @@ class Worker:
         report = None
         try:
             if message.call > self._stopped:
-                self._tell_followers(message)
                 try:
                     self._generator.run_part(
                         lambda call: self._begun(part, part.begin(self._generator, call)),
