@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
 from typing import Any
@@ -114,7 +116,8 @@ def test_a_call_within_a_call_leaves_the_outer_one_watched() -> None:
 
 def gone(watch: RankWatch) -> None:
     for peer in watch._peers.values():
-        peer.shutdown(2)  # as the system does when a process ends
+        with socket.socket(fileno=os.dup(peer.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # as the system does when a process ends
 
 
 def test_a_process_that_is_gone_ends_the_group_at_once() -> None:

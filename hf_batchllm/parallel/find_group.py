@@ -12,8 +12,7 @@ from .group import Group
 from .rank_watch import RankWatch
 
 _NO_LIMIT = timedelta(days=365)  # to wait for a rank that is busy: one that is gone is heard of
-# Of the model's group, by its members. The model's is held, so no other has its id.
-_known: dict[tuple[int, ...], tuple[Any, RankWatch]] = {}
+_known: dict[Any, RankWatch] = {}  # by the group of the devices
 
 
 def group_of(model: nn.Module) -> Group | None:
@@ -21,23 +20,18 @@ def group_of(model: nn.Module) -> Group | None:
     mesh, size = getattr(model, "_device_mesh", None), getattr(model, "_tp_size", None) or 1
     if mesh is None or size == 1 or mesh.size() != size:  # a mesh of another kind is refused by name elsewhere
         return None
-    import torch.distributed as dist
-
     devices = (mesh["tp"] if mesh.mesh_dim_names else mesh).get_group()
-    members = tuple(dist.get_process_group_ranks(devices))
-    known = _known.get(members)
-    if known is None or known[0] is not devices:
-        if known is not None:
-            known[1].leave()
-        known = _known[members] = devices, _joined(devices, members)
+    if devices not in _known:
+        _known[devices] = _joined(devices)
     backend = devices._get_backend(next(model.parameters()).device)
-    return Group(known[1], devices, backend._get_sequence_number_for_group)
+    return Group(_known[devices], devices, backend._get_sequence_number_for_group)
 
 
-def _joined(devices: Any, members: tuple[int, ...]) -> RankWatch:
+def _joined(devices: Any) -> RankWatch:
     import torch.distributed as dist
 
-    hosts = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, timeout=_NO_LIMIT)
+    members = dist.get_process_group_ranks(devices)
+    hosts = dist.new_group(members, backend="gloo", use_local_synchronization=True, timeout=_NO_LIMIT)
     rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
 
     def exchange(mine: Any) -> list[Any]:
@@ -47,9 +41,9 @@ def _joined(devices: Any, members: tuple[int, ...]) -> RankWatch:
 
     def release() -> None:
         if torch.cuda.is_available() and dist.get_backend(devices) != "gloo":
-            from .peer_sums import end_sums_of
-
-            end_sums_of(devices)
+            for sums in [*watch.sums]:
+                sums.end()
             devices._get_backend(torch.device("cuda")).abort()
 
-    return RankWatch(rank, size, exchange, release)
+    watch = RankWatch(rank, size, exchange, release)
+    return watch

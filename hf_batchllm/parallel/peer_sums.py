@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
 
 import torch
 
 from ..kernels.triton.rank_sums_triton import MOST_PROGRAMS, meet, sum_of_parts
 from ..patches.summed_rows import GroupSums
 from ..wording import first_line
-from .rank_watch import this_machine
+from .rank_watch import RankWatch
 
 T = TypeVar("T")
 # By the number of ranks: each reads all that the others have, which takes several of them longer than the group's way.
@@ -25,14 +24,14 @@ _MOST_BYTES = {2: 32 << 20, 3: 1 << 20, 4: 1 << 19}
 _MOST_BYTES_OF_MORE = 1 << 18
 _TRIAL_WIDTH = 1000  # numbers
 _TRIAL_SECONDS = 60.0  # with the time that the compiler takes
-_in_use: WeakSet[PeerSums] = WeakSet()
 
 
 class Ranks(Protocol):
-    """What hosts agree on, as Group has it."""
+    """As Group has them."""
 
     size: int
     rank: int
+    watch: RankWatch
 
     def exchange(self, value: Any) -> list[Any]: ...
 
@@ -45,7 +44,7 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
     """Every rank asks, and all of them get it or CannotReachPeers."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    if len(set(ranks.exchange(this_machine()))) > 1:
+    if not ranks.watch.on_one_machine:
         raise CannotReachPeers("the GPUs are in several machines")
     slot = _MOST_BYTES.get(ranks.size, _MOST_BYTES_OF_MORE)
     of_signals = MOST_PROGRAMS * ranks.size * 4
@@ -66,6 +65,7 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
         slots = [[one[of_signals + number * slot :][:slot] for one in each] for number in range(2)]
         ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         sums = PeerSums(slots, signals, ranks.rank, GroupSums(group), ended, (memory, handle))
+        ranks.watch.sums.add(sums)
         _try(sums, ranks, device)
         return sums
 
@@ -103,13 +103,6 @@ def _try(sums: PeerSums, ranks: Ranks, device: torch.device) -> None:
             raise ArithmeticError("a sum was wrong")
 
 
-def end_sums_of(group: Any) -> None:
-    """A rank of the group has failed: the others' devices wait for it no more."""
-    for sums in list(_in_use):
-        if sums.is_of(group):
-            sums.end()
-
-
 class PeerSums:
     """One rank's. slots: bytes of each rank, which all of them reach, in two slots. All sums are made in one stream.
 
@@ -132,10 +125,6 @@ class PeerSums:
         self.made = 0
         self._most = slots[0][0].nbytes
         self._views: dict[tuple[int, int, int, torch.dtype], list[torch.Tensor]] = {}
-        _in_use.add(self)
-
-    def is_of(self, group: Any) -> bool:
-        return self._group.group is group
 
     def begin(self) -> None:
         """The last sum of an earlier run may not have been read by all: its slot is not free before."""

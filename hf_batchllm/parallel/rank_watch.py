@@ -8,7 +8,6 @@ ends the devices' group: what waits for it then ends, with numbers that mean not
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import selectors
@@ -19,19 +18,20 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from ..errors import RanksError
 
 _GONE = "is gone: its process was killed, or has ended"
 _GRACE = 5.0  # seconds in which a host comes to the next thing that ranks exchange, if it does not wait for its device
-_open: set[RankWatch] = set()
+_open: list[RankWatch] = []
 
 
 class RankWatch:
     """Of one rank, for as long as its process runs.
 
     exchange: gives, on each rank, what all of them have passed. release: ends the group of the devices.
-    ``connections``: for all else that hosts tell each other; the first rank has one with each other.
+    ``connections``: between the first rank and each other one, for all else that hosts tell each other.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class RankWatch:
         self.rank, self.size = rank, size
         self.exchange = exchange
         self._release, self._grace = release, grace
-        self._peers = connected(rank, size, exchange)
-        others = connected(rank, size, exchange)
-        self.connections = {other: Connection(end.detach()) for other, end in others.items() if 0 in (rank, other)}
-        self._buffers = dict.fromkeys(self._peers, b"")
+        self.on_one_machine = len(set(exchange(this_machine()))) == 1
+        self._peers = connected(rank, size, exchange, self.on_one_machine)
+        self.connections = connected(rank, size, exchange, self.on_one_machine)
+        self.sums: WeakSet[Any] = WeakSet()  # whose kernels wait for other ranks
         self._lock = threading.RLock()  # a handler of signals sends, too
         self._calls = 0  # of which one may be within another, whose stream is open
         self._planning = False  # nothing of the latest call is on the device
@@ -60,7 +60,7 @@ class RankWatch:
         # The rank if it is known, and what has become of it; the group is ended then.
         self.failure: tuple[int | None, str] | None = None
         self.interrupted = False  # another rank was, and this one is to act on it
-        _open.add(self)
+        _open.append(self)
         threading.Thread(target=self._watch, name="hf_batchllm-ranks", daemon=True).start()
 
     @contextlib.contextmanager
@@ -97,21 +97,21 @@ class RankWatch:
 
     def tell(self, why: str) -> None:
         """This rank has failed."""
-        self._send({"failed": self.rank, "why": why})
+        self._send("failed", self.rank, why)
 
     def all_have_heard(self) -> None:
         """Of this rank's failure, where ranks exchange things: no group needs to be ended for it."""
-        self._send({"heard": self.rank})
+        self._send("heard", self.rank, "")
 
     def tell_of_interrupt(self) -> None:
         """This rank was interrupted, and the first one acts on it."""
-        self._send({"interrupted": self.rank})
+        self._send("interrupted", self.rank, "")
 
-    def _send(self, message: Any) -> None:
+    def _send(self, kind: str, rank: int | None, why: str) -> None:
         with self._lock:
             for peer in self._peers.values():
                 with contextlib.suppress(OSError):  # one that is gone is seen where it is read
-                    peer.sendall(json.dumps(message).encode() + b"\n")
+                    peer.send((kind, rank, why))
 
     def _watch(self) -> None:
         waiting = selectors.DefaultSelector()
@@ -133,36 +133,32 @@ class RankWatch:
                     self._due = time.monotonic() + self._grace, rank, why, gone
             if not waiting.get_map() and self._due is None:
                 waiting.close()
-                self._close_peers()
                 return
 
     def _read(self, rank: int) -> bool:
         try:
-            data = self._peers[rank].recv(65_536)
-        except OSError:
-            data = b""
-        if not data:
+            kind, whose, why = self._peers[rank].recv()
+        except (EOFError, OSError):
             self._gone = rank
             self._heard(rank, _GONE, gone=True)
             return False
-        *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "failed" in message:
-                self._heard(message["failed"], message["why"])
-            elif "heard" in message:  # this may be read in the next call
-                self._due = None
-            elif "interrupted" in message:
-                self.interrupted = True
-            elif self.failure is None:  # another one has ended the group
-                self._end(message["ended"], message["why"])
+        if self.rank == 0 and kind in ("failed", "heard"):  # the others have no connection with it
+            self._send(kind, whose, why)
+        if kind == "failed":
+            self._heard(whose, why)
+        elif kind == "heard":  # this may be read in the next call
+            self._due = None
+        elif kind == "interrupted":
+            self.interrupted = True
+        else:  # another one has ended the group
+            self.end(whose, why)
         return True
 
     def _heard(self, rank: int, why: str, gone: bool = False) -> None:
         if self._calls and self._due is None and self.failure is None:
             self._due = time.monotonic() + (0.0 if gone else self._grace), rank, why, gone
 
-    def end(self, rank: int, why: str) -> None:
+    def end(self, rank: int | None, why: str) -> None:
         """The devices' group, as hosts have found that devices wait in it for ever."""
         if self.failure is None:
             self._end(rank, why)
@@ -174,60 +170,44 @@ class RankWatch:
 
     def _end(self, rank: int | None, why: str) -> None:
         self.failure = rank, why
-        self._send({"ended": rank, "why": why})  # one that has ended it already does not answer
+        self._send("ended", rank, why)  # one that has ended it already does not answer
         # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.
         threading.Thread(target=self._release, name="hf_batchllm-release", daemon=True).start()
 
-    def leave(self) -> None:
-        """The group is no more, and another one has come: the threads of all ranks end."""
-        for end in self._peers.values():
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        self._close_connections()
 
-    def close(self) -> None:
-        self._close_peers()
-        self._close_connections()
-
-    def _close_peers(self) -> None:
-        for end in self._peers.values():
-            end.close()
-
-    def _close_connections(self) -> None:
-        _open.discard(self)
-        for connection in self.connections.values():
-            connection.close()
-
-
-def connected(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
-    """A connection to each other rank. The system ends it with the process, whatever else happens."""
-    on_one_host = len(set(exchange(this_machine()))) == 1
-    listener = socket.create_server(("127.0.0.1" if on_one_host else "", 0), backlog=size)
-    known = secrets.token_bytes(16)  # to the ranks alone, as the port may be open to others
-    addresses = ["127.0.0.1"] if on_one_host else _own_addresses()
-    places = exchange((addresses, listener.getsockname()[1], known))
-    peers = {}
-    for other in range(rank):
-        there, port, secret = places[other]
-        peers[other] = _connection(there, port)
-        peers[other].sendall(secret + rank.to_bytes(4, "big"))
-    listener.settimeout(60)
-    while len(peers) < size - 1:
-        peer, _address = listener.accept()
-        peer.settimeout(10)
-        said = b""
-        with contextlib.suppress(OSError):  # whoever else has found the port, and says nothing
-            said = peer.recv(20, socket.MSG_WAITALL)
-        if said[:16] == known and len(said) == 20:
-            peers[int.from_bytes(said[16:], "big")] = peer
-        else:
-            peer.close()
-    listener.close()
-    for peer in peers.values():
-        peer.settimeout(None)
-        # Otherwise a small message that follows another waits for the first one's acknowledgement, up to 40 ms.
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def connected(
+    rank: int, size: int, exchange: Callable[[Any], list[Any]], on_one_machine: bool
+) -> dict[int, Connection]:
+    """The first rank has a connection to each other one. The system ends it with the process, whatever else happens."""
+    if rank:
+        addresses, port, known = exchange(None)[0]
+        towards = _connection(addresses, port)
+        towards.sendall(known + rank.to_bytes(4, "big"))
+        return {0: _ready(towards)}
+    peers: dict[int, Connection] = {}
+    with socket.create_server(("127.0.0.1" if on_one_machine else "", 0), backlog=size) as listener:
+        known = secrets.token_bytes(16)  # to the ranks alone, as the port may be open to others
+        addresses = ["127.0.0.1"] if on_one_machine else _own_addresses()
+        exchange((addresses, listener.getsockname()[1], known))
+        listener.settimeout(60)
+        while len(peers) < size - 1:
+            peer, _address = listener.accept()
+            peer.settimeout(10)
+            said = b""
+            with contextlib.suppress(OSError):  # whoever else has found the port, and says nothing
+                said = peer.recv(20, socket.MSG_WAITALL)
+            if said[:16] == known and len(said) == 20:
+                peers[int.from_bytes(said[16:], "big")] = _ready(peer)
+            else:
+                peer.close()
     return peers
+
+
+def _ready(peer: socket.socket) -> Connection:
+    peer.settimeout(None)
+    # Otherwise a small message that follows another waits for the first one's acknowledgement, up to 40 ms.
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(peer.detach())
 
 
 def this_machine() -> str:
@@ -261,8 +241,9 @@ def _connection(addresses: list[str], port: int) -> socket.socket:
 
 def _close_in_child() -> None:
     """A child that keeps them open would hide the end of its parent."""
-    for watch in list(_open):
-        watch.close()
+    for watch in _open:
+        for connection in (*watch._peers.values(), *watch.connections.values()):
+            connection.close()
 
 
 if hasattr(os, "register_at_fork"):
