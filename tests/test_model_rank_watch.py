@@ -145,8 +145,8 @@ def test_hosts_that_find_one_gone_end_the_group_at_once() -> None:
     watches, ended = two_watches()
     group = Group(watches[0])
     watches[1].connections[0].close()
-    with pytest.raises(RanksError, match="one of the 2 ranks that run this model together is gone"):
+    with pytest.raises(RanksError, match="rank 1 of the 2 that run this model together is gone"):
         group.exchange("a step")
     assert ended[0].wait(10)
-    with pytest.raises(RanksError, match=r"one of the 2 that run this .* is gone: .*start the processes"):
+    with pytest.raises(RanksError, match=r"rank 1 of the 2 that run this .* is gone: .*start the processes"):
         group.check()

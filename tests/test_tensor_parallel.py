@@ -155,7 +155,7 @@ def test_an_interrupt_of_one_ends_the_call_on_all(two: list[dict[str, Any]]) -> 
 
 def test_a_rank_that_is_killed_ends_the_call_on_the_others(two: list[dict[str, Any]]) -> None:
     error, seconds, _ = two[0]["one_is_gone"]
-    assert error.startswith("RanksError: one of the 2 ranks that run this model together is gone"), error
+    assert error.startswith("RanksError: rank 1 of the 2 that run this model together is gone"), error
     assert seconds < 100
 
 

@@ -43,9 +43,9 @@ class ModelInUse:
         self.model = model
         self.architecture = architecture
         self.device = architecture.device
-        self._config = config
+        self.config = config
         self._fusion = fusion
-        self._notices = notices
+        self.notices = notices
         self._fused: FusedLayers | None = None
         self._replaced: str | None = None  # code of transformers or torch, for whose sake nothing is fused
         self.runner: ModelRunner | None = None
@@ -57,37 +57,37 @@ class ModelInUse:
 
         Gives the groups of kernels that cannot be used.
         """
-        refuse_what_varies(self.model, self.architecture, self._config)
-        check_backend(self._config, self.device, self._notices)
+        refuse_what_varies(self.model, self.architecture, self.config)
+        check_backend(self.config, self.device, self.notices)
         groups = self._groups
-        warn_of_refused(groups, self._config, self.device, self._notices)
-        warn_of_owners_state(self.model, self._notices)
-        return [*refused_groups(groups, self._config, self.device)]
+        warn_of_refused(groups, self.config, self.device, self.notices)
+        warn_of_owners_state(self.model, self.notices)
+        return [*refused_groups(groups, self.config, self.device)]
 
     @property
     def _groups(self) -> list[str]:
         """Of kernels, beside those for attention."""
         return [
-            *(["layers"] if self._config.fuse else []),
+            *(["layers"] if self.config.fuse else []),
             *(["states"] if self.architecture.states else []),
             "sampling",
         ]
 
     def fuse(self) -> None:
         """Merge the weights of fused layers: before the KV cache takes the memory that is free."""
-        kernels = fused_kernels(self._config, self.device)
+        kernels = fused_kernels(self.config, self.device)
         if kernels is not None:  # they stand for all code that a layer would call
             self._replaced = next(iter(self.architecture.own_code.found.replacing), None)
         if kernels is not None and self._replaced is None:
-            kernels = without_refused(kernels, self._fusion, self._config, self.device)
+            kernels = without_refused(kernels, self._fusion, self.config, self.device)
             kernels = dataclasses.replace(kernels, sums=self.sums())
             self._fused = self._fusion.merge(kernels)
 
     def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:
         """A runner whose attention reads and writes ``storage``."""
-        backend = make_backend(self._config, self.device, storage, self._notices)
+        backend = make_backend(self.config, self.device, storage, self.notices)
         backend.wide_products = self.wide_products
-        kernels = state_kernels(self._config, self.device) if self.architecture.states else None
+        kernels = state_kernels(self.config, self.device) if self.architecture.states else None
         self.runner = ModelRunner(self.model, self.architecture, backend, self._fused, kernels, adapters)
         return self.runner
 
@@ -101,7 +101,7 @@ class ModelInUse:
         assert self.runner is not None
         images = self.runner.images
         return BatchBuilder(
-            self._config.page_size,
+            self.config.page_size,
             pin_memory=self.device.type == "cuda",
             short_chunk=self.runner.backend.short_chunk,
             most_times=most_times,
@@ -148,7 +148,7 @@ class ModelInUse:
     @property
     def kernels_by_name(self) -> bool:
         """Whether kernels were asked for by name, without which none run on AMD's cards."""
-        return self._config.backend == "triton"
+        return self.config.backend == "triton"
 
     @property
     def fused_summary(self) -> str:

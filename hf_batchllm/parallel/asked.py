@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,8 +34,8 @@ def asked_for(job: Job, config: BatchConfig) -> dict[str, bytes]:
     }
 
 
-def refusing_the_model(model: nn.Module, size: int) -> Callable[[], AbstractContextManager[None]]:
-    """While code of the user's runs in the leader alone: the model would wait for its other parts for ever."""
+def refusing_the_model(model: nn.Module, size: int) -> Callable[[], Any]:
+    """Contexts for code of the user's, which runs in the leader alone: the model would wait for its other parts."""
     inner = base_model(model)
     parts = {id(each) for each in every_module(inner)}
 
@@ -47,12 +47,4 @@ def refusing_the_model(model: nn.Module, size: int) -> Callable[[], AbstractCont
                 "schedulers cannot run such a model"
             )
 
-    @contextmanager
-    def refusing() -> Iterator[None]:
-        hook = register_module_forward_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    return refusing
+    return partial(register_module_forward_pre_hook, refuse)  # its handle is a context

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,28 +23,12 @@ from ..model.model_in_use import ModelInUse
 from ..results.generations import BatchResult, Generation
 from ..sampling.sampling_kernels import sampling_kernels
 from .asked import asked_for
-from .group import INTERRUPTED, Ending, Group, in_words, unpacked
+from .group import INTERRUPTED, Ending, Group, Turn, in_words, unpacked
 from .things import Numbered, Own, Shared
 
 
 class Ended(BaseException):
     """The leader has ended the call."""
-
-
-@dataclass
-class Turn:
-    """A call of a follower's, of this kind."""
-
-    kind: str
-    call: Call | None = None  # once it has come to it
-    prompts: _Prompts | None = None  # likewise
-    begun: bool = False
-    is_over: bool = False
-    failed: BaseException | None = None  # in the latest frame that failed
-    left: bool = False  # it has failed where nobody waits for an answer, and does nothing more
-    results: Any = None
-    told: bool = False  # the watch has heard of a failure, and the leader may not have
-    error: BaseException | None = None  # what is raised in the end
 
 
 class _Prompts:
@@ -88,10 +71,12 @@ class Follower(Devices):
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.devices = self
         self._things: dict[int, Any] = {}
-        self._own: dict[str, Any] = {}  # what this process has in the place of the leader's
+        self._use: Any = None  # the ModelInUse of the call that it came to last
         self._first = 0  # number of a thing of this call
         self._turn = Turn("")
+        self._prompts: _Prompts | None = None  # of this call
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
@@ -118,15 +103,15 @@ class Follower(Devices):
         asked = {"calls": self._turn.kind, **self.group.digests}
         if job is not None:
             asked |= asked_for(job, call.resources.config)
-            self._turn.prompts = _Prompts(job)
+            self._prompts = _Prompts(job)
+        self._use = call.use
         with uninterrupted():
-            self._turn.call = call
             self.group.send(0, "here", asked)
         with self.group.says_that_it_waits():
             self.group.wait_for()
-        return self._results(call)
+        return self._results()
 
-    def _results(self, call: Call | None) -> Iterator[Any]:
+    def _results(self) -> Iterator[Any]:
         turn, interrupts = self._turn, _TellsTheLeader(self.group)
         interrupts.begin()
         try:
@@ -140,12 +125,10 @@ class Follower(Devices):
                     self._do(*said)
                 elif kind == "over":
                     self._end(*said)
-                elif call is None:
-                    continue
                 elif kind == "begin":
-                    self._begin(call, *said)
+                    self._begin(*said)
                 else:
-                    call.use.put_back()
+                    self._use.put_back()
                     interrupts.pause()
                     with self.group.watch.elsewhere():
                         yield self._results_in(said[0])
@@ -153,20 +136,10 @@ class Follower(Devices):
         finally:
             interrupts.pause()
 
-    def _begin(self, call: Call, number: int, there: Sequence[int]) -> None:
-        use, resources = call.use, call.resources
+    def _begin(self, number: int, there: Sequence[int]) -> None:
         self._things = {each: thing for each, thing in self._things.items() if each in there}
-        self._things |= {0: self, number: use}
+        self._things |= {0: self, number: self._use}
         self._first = number
-        self._own = {
-            "use": use,
-            "model": use.model,
-            "architecture": use.architecture,
-            "device": use.device,
-            "config": resources.config,
-            "notices": resources.notices,
-            "pick": lambda logits, seats, made: self._picked(len(seats), use.device),
-        }
         self._turn.begun = True
         self.group.begin()
 
@@ -175,10 +148,10 @@ class Follower(Devices):
         turn, group = self._turn, self.group
         turn.is_over = True
         group.send(0, "over", group.given())
-        if turn.call is not None and turn.begun:
-            turn.call.use.drop_runner()
+        if turn.begun:
+            self._use.drop_runner()
             if ending.how != "done":
-                turn.call.use.release()
+                self._use.release()
             self._drop(everything=turn.left)
         if ending.how == INTERRUPTED:
             turn.error = self._results_in(ending.results)
@@ -191,10 +164,9 @@ class Follower(Devices):
         raise Ended
 
     def _results_in(self, frame: bytes) -> Any:
-        call, prompts = self._turn.call, self._turn.prompts
-        found = unpacked(frame, torch.device("cpu") if call is None else call.use.device)
-        if prompts is not None:
-            prompts.put_in(found[0] if isinstance(found, tuple) else getattr(found, "result", found))
+        found = unpacked(frame, self._use.device if self._turn.begun else torch.device("cpu"))
+        if self._turn.begun and self._prompts is not None:
+            self._prompts.put_in(found[0] if isinstance(found, tuple) else getattr(found, "result", found))
         return found
 
     def _fail(self, error: BaseException) -> None:
@@ -209,7 +181,7 @@ class Follower(Devices):
                     group.watch.tell(in_words(error))
                     turn.told = True
             if group.watch.failure is None:
-                for _ in self._results(turn.call):
+                for _ in self._results():
                     pass
 
     def _drop(self, everything: bool) -> None:
@@ -225,11 +197,10 @@ class Follower(Devices):
 
     def _do(self, number: int, name: str, given: Sequence[Any], keep: int | None, answers: bool) -> None:
         turn, group = self._turn, self.group
-        assert turn.call is not None
         if turn.left:
             return
         try:
-            runner = turn.call.use.runner
+            runner = self._use.runner
             with torch.no_grad(), nullcontext() if runner is None else runner.surroundings():
                 value = getattr(self._things[number], name)(*map(self._here, given))
         except Exception as error:
@@ -249,27 +220,29 @@ class Follower(Devices):
         match given:
             case Numbered(number):
                 return self._things[number]
-            case Own("advance"):
-                use = self._own["use"]
-                return sampling_kernels(use.device, use.kernels_by_name).advance
             case Own(name):
-                return self._own[name]
+                return getattr(self._use, name)
             case Shared(number):
-                return self._picked(number, self._own["device"])
+                return self._picked(number)
         return given
 
-    def _picked(self, count: int, device: torch.device) -> torch.Tensor:
-        return self.group.broadcast(torch.empty(count, dtype=torch.long, device=device))
+    def _picked(self, count: int) -> torch.Tensor:
+        return self.group.broadcast(torch.empty(count, dtype=torch.long, device=self._use.device))
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def model_in_use(self, *given: Any) -> ModelInUse:
         use = super().model_in_use(*given)
-        use.sums = lambda: self.group.sums(use.device, use._notices)
+        use.sums = lambda: self.group.sums(use.device, use.notices)
         return use
 
     def graphs(self, *given: Any) -> DecodeGraphs | None:
-        graphs = super().graphs(*given)
+        config, runner, seats, picks, times = given
+        pick = advance = None
+        if picks:
+            pick = lambda logits, seats, made: self._picked(len(seats))  # noqa: E731
+            advance = sampling_kernels(self._use.device, self._use.kernels_by_name).advance
+        graphs = super().graphs(config, runner, seats, pick, advance, times, self._use.notices, None)
         if graphs is not None:
             self.group.counts(graphs)
         return graphs

@@ -19,7 +19,7 @@ import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from ..notices import Notices, warn_user
 from ..patches.summed_rows import GroupSums, Sums
 from ..results.generations import Generation
 from ..wording import first_line
-from .rank_watch import RankWatch
+from .rank_watch import GONE, RankWatch
 
 _SILENCE = 1.0  # seconds, after which it is looked whether the group has ended
 _PATIENCE = 60.0  # seconds for the others to come to a call, before a warning
@@ -59,6 +59,21 @@ class Ending(NamedTuple):
     rank: int | None = None
     said: str = ""
     results: bytes = b""
+
+
+@dataclass
+class Turn:
+    """A call of this kind, on one rank."""
+
+    kind: str
+    begun: bool = False
+    is_over: bool = False
+    results: Any = None
+    # Of a follower alone:
+    failed: BaseException | None = None  # in the latest frame that failed
+    left: bool = False  # it has failed where nobody waits for an answer, and does nothing more
+    told: bool = False  # the watch has heard of a failure, and the leader may not have
+    error: BaseException | None = None  # what is raised in the end
 
 
 class Group:
@@ -98,7 +113,7 @@ class Group:
         try:
             self._connections[rank].send_bytes(data)
         except OSError as error:
-            raise self._gone() from error
+            raise self._gone(rank) from error
 
     def tell(self, *frame: Any) -> None:
         """All followers. Each of them hears it, also where one is gone."""
@@ -117,7 +132,7 @@ class Group:
                 self._wait_for(rank)
                 data = self._connections[rank].recv_bytes()
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            raise self._gone(rank) from error
         return pickle.loads(data)
 
     def wait_for(self, rank: int = 0) -> None:
@@ -146,11 +161,10 @@ class Group:
             failure = frame[1] if frame[0] == "failed" else failure
         return frame[1], failure
 
-    def _gone(self) -> RanksError:
-        self.watch.end_as_one_is_gone()
-        return RanksError(
-            f"one of the {self.size} ranks that run this model together is gone: its process was killed, or has ended"
-        )
+    def _gone(self, rank: int) -> BaseException:
+        """This one's device may still wait for that rank."""
+        self.watch.end(rank, GONE)
+        return self._error_of_end()
 
     # -- what all of them do at the same place -----------------------------------------------------------------------
 
@@ -248,14 +262,13 @@ class Group:
     def check(self) -> None:
         """What has come from the device means nothing where a rank has failed meanwhile: an error then."""
         if self.watch.failure is not None:
-            rank, why = self.watch.failure
-            one = "one" if rank is None else f"rank {rank}"
-            error = RanksError(
-                f"{one} of the {self.size} that run this model together {why}. The others had waited for it on "
-                "their devices, and their connection was ended: start the processes again"
-            )
-            error._failure = None if rank is None else Failure(rank, why)
-            raise error
+            raise self._error_of_end()
+
+    def _error_of_end(self) -> BaseException:
+        assert self.watch.failure is not None
+        rank, why = self.watch.failure
+        ended = "The others had waited for it on their devices, and their connection was ended"
+        return self.error_of(Failure(rank, f"{why}. {ended}: start the processes again"))
 
     def close(self) -> None:
         """Give back the memory of sums."""

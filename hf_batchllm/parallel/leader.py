@@ -24,8 +24,8 @@ from ..errors import RanksError
 from ..interrupts import uninterrupted
 from ..model.model_in_use import ModelInUse
 from .asked import asked_for, refusing_the_model
-from .group import INTERRUPTED, Ending, Failure, Group, in_words, packed
-from .things import Shared, Way, lead, plain, sent
+from .group import INTERRUPTED, Ending, Failure, Group, Turn, in_words, packed
+from .things import Shared, Way, lead, sent
 
 
 class Leader:
@@ -36,35 +36,37 @@ class Leader:
         self._hands_on = hands_on
         self._numbers = itertools.count()
         self._things: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._kind = ""  # of call
+        self._turn = Turn("")
         self._come: dict[int, Any] = {}  # what followers have said that have come to it
-        self._begun = self._within = self._is_over = False
+        self._within = False  # what all do
         self.devices = LeadersDevices()
         self.lead(self.devices, "devices")
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def call(self, kind: str) -> Iterator[Callable[[Any], None]]:
-        """An error in the block ends the call on all. What this gives ends it well: it takes the results."""
+    def call(self, kind: str) -> Iterator[Turn]:
+        """An error in the block ends the call on all. Results that it leaves in what this gives end it well."""
         group = self.group
         group.check()
-        self._kind, self._come = kind, {}
-        self._begun = self._is_over = group.watch.interrupted = False
+        turn, self._come = Turn(kind), {}
+        self._turn, group.watch.interrupted = turn, False
         try:
             with group.watch.during_a_call():
-                yield self._finish
+                yield turn
+                if turn.results is not None:
+                    self._finish(turn.results)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
-            self._begun = False
+            self._turn.begun = False
 
     def meet(self, asked: dict[str, Any], use: ModelInUse) -> None:
         """All have come to the call, and ask for the same."""
         self._wait_for_all()
         with uninterrupted():
-            asked = {"calls": self._kind, **self.group.digests, **asked}
+            asked = {"calls": self._turn.kind, **self.group.digests, **asked}
             for rank, (kind, said) in self._come.items():
                 if kind == "failed":
                     raise self.group.error_of(said)
@@ -73,7 +75,7 @@ class Leader:
                         raise self.group.different(what, rank)
             self.lead(use, "use")
             self.group.tell("begin", sent(use).number, [*self._things])
-            self._begun = True
+            self._turn.begun = True
             self.group.begin()
 
     def _wait_for_all(self) -> None:
@@ -92,32 +94,27 @@ class Leader:
     def _finish(self, results: Any) -> None:
         with uninterrupted():
             self.group.listen()
-            self._is_over = True
+            self._turn.is_over = True
             for _, failure in self.group.end(Ending("done", results=packed(results if self._hands_on else None))):
                 if failure is not None:
                     raise self.group.error_of(failure)
 
     def _fail(self, error: BaseException) -> None:
         """Followers hear of it, where they wait for a frame; the watch ends the wait of those that wait elsewhere."""
-        group, gone = self.group, None
-        if not self._is_over:
-            try:
+        if not self._turn.is_over:
+            with suppress(RanksError):  # the group has ended
                 self._end_with(error)
-            except RanksError as found:
-                gone = found
         if isinstance(error, Exception) and not isinstance(error, RanksError):
-            if gone is not None:
-                raise gone from error  # which may be why
-            group.check()  # what came from the device may have meant nothing
+            self.group.check()  # what came from the device may have meant nothing, of which comes this error
 
     def _end_with(self, error: BaseException) -> None:
         group, ours = self.group, not isinstance(error, RanksError | KeyboardInterrupt)
         if ours:
             group.watch.tell(in_words(error))
-        if not self._begun:
+        if not self._turn.begun:
             self._wait_for_all_or_leave()
         with uninterrupted():
-            self._is_over = True
+            self._turn.is_over = True
             failure = _behind(error) or Failure(0, in_words(error))
             if isinstance(error, KeyboardInterrupt):
                 shown = error.with_traceback(None) if self._hands_on else KeyboardInterrupt()
@@ -125,7 +122,7 @@ class Leader:
             else:
                 said = str(error if isinstance(error, RanksError) else group.error_of(failure))
                 ended = group.end(Ending("failed", failure.rank, said))
-            if self._begun:
+            if self._turn.begun:
                 self._end_if_apart([given for given, _ in ended], failure)
             if ours:
                 group.watch.all_have_heard()
@@ -151,11 +148,10 @@ class Leader:
         lead(thing, kind, self, number)
         self._things[number] = thing
 
-    def do(self, thing: Any, name: str, way: Way, given: Sequence[Any]) -> Any:
-        """On all of them, as ``Way`` has it, where a call has begun."""
-        own = plain(thing, name)
-        if not self._begun or self._within:
-            if way.ends and not self._begun:  # followers drop theirs when the next call begins
+    def do(self, thing: Any, name: str, way: Way, own: Callable[..., Any], given: Sequence[Any]) -> Any:
+        """On all of them, as ``Way`` has it, where a call has begun. own: does it here."""
+        if not self._turn.begun or self._within:
+            if way.ends and not self._turn.begun:  # followers drop theirs when the next call begins
                 self._things.pop(thing._number, None)
             return own(*given)
         told, keep = way.sends(*given), next(self._numbers) if way.makes else None

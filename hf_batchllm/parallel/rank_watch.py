@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from ..errors import RanksError
 
-_GONE = "is gone: its process was killed, or has ended"
+GONE = "is gone: its process was killed, or has ended"
 _GRACE = 5.0  # seconds in which a host comes to the next thing that ranks exchange, if it does not wait for its device
 _open: list[RankWatch] = []
 
@@ -56,9 +56,7 @@ class RankWatch:
         self._listens = False  # the host is where the others' failures reach it
         # When the group is ended, unless the host comes before; the rank, what it said, and whether it is gone.
         self._due: tuple[float, int, str, bool] | None = None
-        self._gone: int | None = None  # the rank whose end has been seen
-        # The rank if it is known, and what has become of it; the group is ended then.
-        self.failure: tuple[int | None, str] | None = None
+        self.failure: tuple[int, str] | None = None  # the rank, and what has become of it; the group is ended then
         self.interrupted = False  # another rank was, and this one is to act on it
         _open.append(self)
         threading.Thread(target=self._watch, name="hf_batchllm-ranks", daemon=True).start()
@@ -107,7 +105,7 @@ class RankWatch:
         """This rank was interrupted, and the first one acts on it."""
         self._send("interrupted", self.rank, "")
 
-    def _send(self, kind: str, rank: int | None, why: str) -> None:
+    def _send(self, kind: str, rank: int, why: str) -> None:
         with self._lock:
             for peer in self._peers.values():
                 with contextlib.suppress(OSError):  # one that is gone is seen where it is read
@@ -139,8 +137,7 @@ class RankWatch:
         try:
             kind, whose, why = self._peers[rank].recv()
         except (EOFError, OSError):
-            self._gone = rank
-            self._heard(rank, _GONE, gone=True)
+            self._heard(rank, GONE, gone=True)
             return False
         if self.rank == 0 and kind in ("failed", "heard"):  # the others have no connection with it
             self._send(kind, whose, why)
@@ -158,17 +155,12 @@ class RankWatch:
         if self._calls and self._due is None and self.failure is None:
             self._due = time.monotonic() + (0.0 if gone else self._grace), rank, why, gone
 
-    def end(self, rank: int | None, why: str) -> None:
+    def end(self, rank: int, why: str) -> None:
         """The devices' group, as hosts have found that devices wait in it for ever."""
         if self.failure is None:
             self._end(rank, why)
 
-    def end_as_one_is_gone(self) -> None:
-        """As hosts have found when they exchanged something: this one's device may still wait for that rank."""
-        if self.failure is None:
-            self._end(self._gone, _GONE)
-
-    def _end(self, rank: int | None, why: str) -> None:
+    def _end(self, rank: int, why: str) -> None:
         self.failure = rank, why
         self._send("ended", rank, why)  # one that has ended it already does not answer
         # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.

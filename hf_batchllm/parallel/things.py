@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +27,7 @@ class Numbered(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Stands for what each process has of its own."""
+    """Stands for what each process has of its own, as ModelInUse names it."""
 
     name: str
 
@@ -72,10 +72,11 @@ def _sendable(batch: ModelBatch, *others: Any) -> Sequence[Any]:
     return replace(batch, asked=[], attention=replace(batch.attention)), *others
 
 
-def _of_graphs(config: Any, runner: Any, seats: Any, pick: Any, advance: Any, times: Any, notices: Any, _: Any) -> Any:
-    """Rows of a follower go on from what the leader has picked."""
-    picks = (None, None) if pick is None else (Own("pick"), Own("advance"))
-    return config, runner, seats, *picks, times, notices, None
+def _of_graphs(
+    config: Any, runner: Any, seats: Any, pick: Any, advance: Any, times: Any, *others: Any
+) -> Sequence[Any]:
+    """Whether rows of a follower go on from what the leader has picked."""
+    return config, runner, seats, pick is not None, times
 
 
 # fmt: off
@@ -105,7 +106,7 @@ _OWN: dict[type, str] = {
 
 
 class Leads(Protocol):
-    def do(self, thing: Any, name: str, way: Way, given: Sequence[Any]) -> Any: ...
+    def do(self, thing: Any, name: str, way: Way, own: Callable[..., Any], given: Sequence[Any]) -> Any: ...
 
 
 def lead(thing: Any, kind: str, leader: Leads, number: int) -> None:
@@ -114,12 +115,6 @@ def lead(thing: Any, kind: str, leader: Leads, number: int) -> None:
     object.__setattr__(thing, "_number", number)
     own: Any = type(thing)
     object.__setattr__(thing, "__class__", _led(own, kind))
-
-
-def plain(thing: Any, name: str) -> Callable[..., Any]:
-    """The method of a thing that leads, without the frame."""
-    own: Callable[..., Any] = getattr(super(type(thing), thing), name)
-    return own
 
 
 def sent(given: Any) -> Any:
@@ -132,6 +127,6 @@ def sent(given: Any) -> Any:
 @cache
 def _led(of: Any, kind: str) -> Any:
     def led(name: str, way: Way) -> Callable[..., Any]:
-        return lambda self, *given: self._leader.do(self, name, way, given)
+        return lambda self, *given: self._leader.do(self, name, way, partial(getattr(of, name), self), given)
 
     return type(f"Led{of.__name__}", (of,), {name: led(name, way) for name, way in LED[kind].items()})

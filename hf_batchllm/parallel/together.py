@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from ..config import BatchConfig
-from ..engine.devices import Devices
 from ..engine.generate_calls import GenerateCalls
 from ..engine.job import Job
 from ..engine.resources import Resources
@@ -19,8 +18,8 @@ from ..model.inspection.fingerprint import digests_of_whole
 from ..results.generations import Generation
 from ..results.scores import ScoreResult
 from .find_group import group_of
-from .follower import Follower, FollowersCall, Turn
-from .group import Group
+from .follower import Follower, FollowersCall
+from .group import Group, Turn
 from .leader import Leader, LeadersCall
 
 T = TypeVar("T")
@@ -30,22 +29,19 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
     """Alone with its model, a process runs its calls as ever."""
 
     _hands_on = True  # whether followers get the results
-    _leader: Leader | None = None
-    _follower: Follower | None = None
+    _side: Leader | Follower | None = None
 
     def _resources_for(self, config: BatchConfig) -> Resources:
         group = group_of(base_model(self._model))
         if group is None:
             return super()._resources_for(config)
         if group.leads:
-            self._leader, self._kind_of_call = Leader(group, self._hands_on), LeadersCall
+            self._side, self._kind_of_call = Leader(group, self._hands_on), LeadersCall
         else:
-            self._follower, self._kind_of_call = Follower(group), FollowersCall
-        devices: Devices | None = self._follower if self._leader is None else self._leader.devices
-        assert devices is not None
+            self._side, self._kind_of_call = Follower(group), FollowersCall
         # An error reaches the others in their first call; in a pool it ends the processes.
         with self._call("makings of a BatchGenerator") if self._hands_on else nullcontext():
-            resources = Resources(self._model, config, self._notices, devices)
+            resources = Resources(self._model, config, self._notices, self._side.devices)
             group.digests = digests_of_whole(self._model)
         return resources
 
@@ -59,50 +55,41 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         """Another process of this model has failed: this one is of no further use."""
         return self._group is not None and self._group.watch.failure is not None
 
-    def _call(self, kind: str) -> AbstractContextManager[Any]:
-        side = self._leader or self._follower
-        assert side is not None
-        return side.call(kind)
-
     @property
     def _group(self) -> Group | None:
-        either = self._leader or self._follower
-        return None if either is None else either.group
+        return None if self._side is None else self._side.group
+
+    @contextmanager
+    def _call(self, kind: str) -> Iterator[Turn]:
+        """A call of all. What the leader leaves in ``results`` of what this gives is what followers find there."""
+        assert self._side is not None
+        try:
+            with self._side.call(kind) as turn:
+                yield turn
+        except GenerationInterrupted as interrupt:
+            if not self._side.group.leads:
+                self.interrupted = interrupt.result
+            raise
+        if turn.results is not None:
+            self.last_report = turn.results[1]
 
     def _generate(self, *given: Any) -> Any:
         return self._together("generate", super()._generate, *given)
 
     def _score(self, *given: Any) -> ScoreResult:
-        return self._together("score", super()._score, *given)
+        result: ScoreResult = self._together("score", super()._score, *given)
+        return result
 
-    def _together(self, kind: str, run: Callable[..., T], *given: Any) -> T:
-        if self._group is not None:
-            self._refuse_while_running()
-        if self._leader is not None:
-            with self._leader.call(kind) as finish:
-                result = run(*given)
-                finish((result, self.last_report))
-            return result
-        if self._follower is None:
+    def _together(self, kind: str, run: Callable[..., Any], *given: Any) -> Any:
+        if self._side is None:
             return run(*given)
-        with self._following(self._follower, kind) as turn:
-            run(*given)
-        taken: T = turn.results and turn.results[0]
-        return taken
-
-    @contextmanager
-    def _following(self, follower: Follower, kind: str) -> Iterator[Turn]:
-        try:
-            with follower.call(kind) as turn:
-                yield turn
-        except GenerationInterrupted as interrupt:
-            self.interrupted = interrupt.result
-            raise
-        if turn.results is not None:
-            self.last_report = turn.results[1]
+        self._refuse_while_running()
+        with self._call(kind) as turn:
+            turn.results = run(*given), self.last_report  # which ends a follower's block
+        return turn.results and turn.results[0]
 
     def _stream(self, *given: Any) -> Stream[Generation]:
-        if self._group is None:
+        if self._side is None:
             return super()._stream(*given)
         self._refuse_while_running()
         with self._call("stream"):  # an error reaches the others when they ask for the first result
@@ -110,16 +97,17 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
 
     def _run_stream(self, job: Job, strict: bool, progress: bool) -> Generator[Generation, None, None]:
         own = super()._run_stream(job, strict, progress)
-        if self._group is not None:
-            self._refuse_while_running()
-        if self._leader is not None:
-            with self._leader.call("stream") as finish, closing(own):  # it is over before followers hear that it is
-                for result in own:
-                    self._leader.hand_out(result)
-                    yield result
-                finish((None, self.last_report))
-        elif self._follower is not None:
-            with self._following(self._follower, "stream"), self._taking() as call:
-                yield from self._follower.follow(call, job)
-        else:
+        if self._side is None:
             yield from own
+            return
+        self._refuse_while_running()
+        with self._call("stream") as turn:
+            if isinstance(self._side, Follower):
+                with self._taking() as call:
+                    yield from self._side.follow(call, job)
+            else:
+                with closing(own):  # it is over before followers hear that it is
+                    for result in own:
+                        self._side.hand_out(result)
+                        yield result
+                turn.results = None, self.last_report

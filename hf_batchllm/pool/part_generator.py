@@ -19,6 +19,7 @@ from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
 from ..kernels.cards import card_on
+from ..parallel.follower import Follower
 from ..planning.claims import Claims
 from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
@@ -157,9 +158,9 @@ class PartGenerator(BatchGenerator):
 
     def follow(self) -> None:
         """Do what the leader of those that have the model together is asked for next."""
-        assert self._follower is not None
-        with self._follower.call("part"), self._taking() as call:
-            for _ in self._follower.follow(call):
+        assert isinstance(self._side, Follower)
+        with self._call("part"), self._taking() as call:
+            for _ in self._side.follow(call):
                 pass
 
     def rules_of(self, job: Job) -> list[StopRules]:
