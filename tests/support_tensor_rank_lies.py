@@ -187,6 +187,7 @@ def comes_late(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         patch.setattr(group, "_PATIENCE", 0.3)
+        patch.setattr(group, "_SILENCE", 0.1)
         with BatchGenerator(sharded(name)) as gen:
             for _ in range(2):
                 time.sleep(0.9 * RANK)

@@ -13,17 +13,15 @@ from ..engine.call import Call
 from ..engine.call_outputs import CallOutputs
 from ..engine.computed_with import ComputedWith
 from ..engine.device_loop.decode_graphs import DecodeGraphs
-from ..engine.devices import Devices
 from ..engine.id_lists import IdLists
 from ..engine.job import Job
 from ..errors import RanksError
 from ..interrupts import Interrupts, uninterrupted
 from ..model.attention.kv_storage import KVStorage
-from ..model.model_in_use import ModelInUse
 from ..results.generations import BatchResult, Generation
 from ..sampling.sampling_kernels import sampling_kernels
 from .asked import asked_for
-from .group import INTERRUPTED, Ending, Group, Turn, in_words, unpacked
+from .group import INTERRUPTED, Ending, Group, GroupsDevices, Turn, in_words, unpacked
 from .things import Numbered, Own, Shared
 
 
@@ -66,11 +64,11 @@ class _TellsTheLeader(Interrupts):
         self._users(number, frame)
 
 
-class Follower(Devices):
+class Follower(GroupsDevices):
     """Does what frames say."""
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        super().__init__(group)
         self.devices = self
         self._things: dict[int, Any] = {}
         self._use: Any = None  # the ModelInUse of the call that it came to last
@@ -106,8 +104,8 @@ class Follower(Devices):
             self._prompts = _Prompts(job)
         self._use = call.use
         with uninterrupted():
-            self.group.send(0, "here", asked)
-        with self.group.says_that_it_waits():
+            self.group.answer("here", asked)
+        if job is not None:  # otherwise nobody is there who may be waiting
             self.group.wait_for()
         return self._results()
 
@@ -147,7 +145,7 @@ class Follower(Devices):
         """Nothing of the call stays on the device but what later ones may need."""
         turn, group = self._turn, self.group
         turn.is_over = True
-        group.send(0, "over", group.given())
+        group.answer("over")
         if turn.begun:
             self._use.drop_runner()
             if ending.how != "done":
@@ -176,7 +174,7 @@ class Follower(Devices):
             return
         with suppress(Ended, RanksError):
             with uninterrupted():
-                group.send(0, "failed", group.failure(error))
+                group.answer("failed", group.failure(error))
                 if not isinstance(error, GeneratorExit):
                     group.watch.tell(in_words(error))
                     turn.told = True
@@ -208,12 +206,12 @@ class Follower(Devices):
             if answers:  # and all may go on: frames hold tensors
                 traceback.clear_frames(error.__traceback__)
             group.watch.tell(in_words(error))
-            group.send(0, "failed", group.failure(error))
+            group.answer("failed", group.failure(error))
             return
         if keep is not None and value is not None:
             self._things[keep], value = value, None
         if answers:
-            group.send(0, "said", value, group.given())
+            group.answer("said", value)
 
     def _here(self, given: Any) -> Any:
         """What ``given`` stands for."""
@@ -231,25 +229,17 @@ class Follower(Devices):
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
-    def model_in_use(self, *given: Any) -> ModelInUse:
-        use = super().model_in_use(*given)
-        use.sums = lambda: self.group.sums(use.device, use.notices)
-        return use
-
     def graphs(self, *given: Any) -> DecodeGraphs | None:
         config, runner, seats, picks, times = given
         pick = advance = None
         if picks:
             pick = lambda logits, seats, made: self._picked(len(seats))  # noqa: E731
             advance = sampling_kernels(self._use.device, self._use.kernels_by_name).advance
-        graphs = super().graphs(config, runner, seats, pick, advance, times, self._use.notices, None)
-        if graphs is not None:
-            self.group.counts(graphs)
-        return graphs
+        return super().graphs(config, runner, seats, pick, advance, times, self._use.notices, None)
 
     def close(self) -> None:
         self._things.clear()
-        self.group.close()
+        super().close()
 
 
 class FollowersCall(Call):

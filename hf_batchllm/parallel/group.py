@@ -7,19 +7,21 @@ A frame is a tuple that begins with its kind. The leader's:
 - ``all``: what each has said, where all exchange something;
 - ``result``: one of a stream; ``over``: the call is, and how.
 
-A follower's are ``here`` (it has come to the call), ``said``, ``failed`` and ``over``.
+A follower's are ``here`` (it has come to the call), ``said``, ``failed`` and ``over``. Each has what it says, and what
+the follower's device was given by then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import pickle
 import selectors
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +29,10 @@ import torch
 import torch.distributed as distributed
 
 from ..engine.device_loop.decode_graphs import DecodeGraphs
+from ..engine.devices import Devices
 from ..errors import RanksError
 from ..model.device_memory import is_out_of_memory
+from ..model.model_in_use import ModelInUse
 from ..model.transfers import current_device
 from ..notices import Notices, warn_user
 from ..patches.summed_rows import GroupSums, Sums
@@ -49,7 +53,6 @@ class Failure(NamedTuple):
     rank: int
     why: str  # words that follow "rank 1"
     no_memory: bool = False
-    given: tuple[int, int] = (0, 0)  # to its device
 
 
 class Ending(NamedTuple):
@@ -109,6 +112,10 @@ class Group:
     def send(self, rank: int, *frame: Any) -> None:
         self._send(rank, packed(frame))
 
+    def answer(self, kind: str, said: Any = None) -> None:
+        """The leader."""
+        self.send(0, kind, said, self.given())
+
     def _send(self, rank: int, data: bytes) -> None:
         try:
             self._connections[rank].send_bytes(data)
@@ -136,14 +143,22 @@ class Group:
         return pickle.loads(data)
 
     def wait_for(self, rank: int = 0) -> None:
-        """Until a frame comes. An interrupt that comes meanwhile leaves all frames whole."""
+        """Until a frame comes where a call begins: it may never. An interrupt meanwhile leaves all frames whole."""
         with self.watch.listening():
-            self._wait_for(rank)
+            self._wait_for(rank, _PATIENCE)
 
-    def _wait_for(self, rank: int) -> None:
+    def _wait_for(self, rank: int, patience: float = math.inf) -> None:
         waits: Callable[[float], Any] = self._connections[rank].poll if self.leads else self._incoming.select
+        began = time.monotonic()
         while not waits(_SILENCE):
             self.check()  # once the group has ended, none may come
+            if time.monotonic() - began > patience:
+                patience = math.inf
+                warn_user(
+                    f"rank {self.rank} has waited {_PATIENCE:.0f} s for the other ranks that run this model together "
+                    "to make the same call, and goes on waiting: each rank must make it (is it in a block such as "
+                    "`if rank == 0`?)"
+                )
 
     def listen(self) -> None:
         """An error if a follower has failed, or is gone."""
@@ -159,7 +174,7 @@ class Group:
         failure = None
         while (frame := self.receive(rank))[0] != "over":
             failure = frame[1] if frame[0] == "failed" else failure
-        return frame[1], failure
+        return frame[2], failure
 
     def _gone(self, rank: int) -> BaseException:
         """This one's device may still wait for that rank."""
@@ -171,7 +186,7 @@ class Group:
     def exchange(self, value: Any) -> list[Any]:
         """What each of them says. Nothing may fail on one of them alone between two of these."""
         if not self.leads:
-            self.send(0, "said", value)
+            self.answer("said", value)
             each: list[Any] = self.receive()[1]
             return each
         each = [value, *(self.receive(rank)[1] for rank in self.followers)]
@@ -179,7 +194,7 @@ class Group:
         return each
 
     def failure(self, error: BaseException) -> Failure:
-        return Failure(self.rank, in_words(error), is_out_of_memory(error), self.given())
+        return Failure(self.rank, in_words(error), is_out_of_memory(error))
 
     def error_of(self, failure: Failure) -> BaseException:
         if failure.why == INTERRUPTED:
@@ -193,21 +208,6 @@ class Group:
             f"the {self.size} ranks that run this model together have different {what} (rank {rank} has others than "
             f"rank 0): {_SAME_MODEL if what in self.digests else _SAME_CALLS}"
         )
-
-    @contextmanager
-    def says_that_it_waits(self) -> Iterator[None]:
-        """Where a call begins: the others may never come."""
-        said = (
-            f"rank {self.rank} has waited {_PATIENCE:.0f} s for the other ranks that run this model together to make "
-            "the same call, and goes on waiting: each rank must make it (is it in a block such as `if rank == 0`?)"
-        )
-        timer = threading.Timer(_PATIENCE, warn_user, [said])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
@@ -275,6 +275,27 @@ class Group:
         if self._sums is not None:
             self._sums.close()
         self._sums = None
+
+
+class GroupsDevices(Devices):
+    """The device of one rank."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def model_in_use(self, *given: Any) -> ModelInUse:
+        use = super().model_in_use(*given)
+        use.sums = partial(self.group.sums, use.device, use.notices)
+        return use
+
+    def graphs(self, *given: Any) -> DecodeGraphs | None:
+        graphs = super().graphs(*given)
+        if graphs is not None:
+            self.group.counts(graphs)
+        return graphs
+
+    def close(self) -> None:
+        self.group.close()
 
 
 class _Packer(pickle.Pickler):

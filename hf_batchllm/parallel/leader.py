@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,13 +17,12 @@ import torch
 from ..engine.call import Call
 from ..engine.call_outputs import CallOutputs
 from ..engine.device_loop.decode_graphs import DecodeGraphs
-from ..engine.devices import Devices
 from ..engine.job import Job
 from ..errors import RanksError
 from ..interrupts import uninterrupted
 from ..model.model_in_use import ModelInUse
 from .asked import asked_for, refusing_the_model
-from .group import INTERRUPTED, Ending, Failure, Group, Turn, in_words, packed
+from .group import INTERRUPTED, Ending, Failure, Group, GroupsDevices, Turn, in_words, packed
 from .things import Shared, Way, lead, sent
 
 
@@ -39,7 +37,7 @@ class Leader:
         self._turn = Turn("")
         self._come: dict[int, Any] = {}  # what followers have said that have come to it
         self._within = False  # what all do
-        self.devices = LeadersDevices()
+        self.devices = LeadersDevices(group)
         self.lead(self.devices, "devices")
 
     # -- a call ------------------------------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ class Leader:
         self._wait_for_all()
         with uninterrupted():
             asked = {"calls": self._turn.kind, **self.group.digests, **asked}
-            for rank, (kind, said) in self._come.items():
+            for rank, (kind, said, _) in self._come.items():
                 if kind == "failed":
                     raise self.group.error_of(said)
                 for what, theirs in said.items():
@@ -79,12 +77,11 @@ class Leader:
             self.group.begin()
 
     def _wait_for_all(self) -> None:
-        with self.group.says_that_it_waits():
-            for rank in self.group.followers:
-                if rank not in self._come:
-                    self.group.wait_for(rank)
-                    with uninterrupted():
-                        self._come[rank] = self.group.receive(rank)
+        for rank in self.group.followers:
+            if rank not in self._come:
+                self.group.wait_for(rank)
+                with uninterrupted():
+                    self._come[rank] = self.group.receive(rank)
 
     def hand_out(self, result: Any) -> None:
         """One of a stream."""
@@ -112,7 +109,11 @@ class Leader:
         if ours:
             group.watch.tell(in_words(error))
         if not self._turn.begun:
-            self._wait_for_all_or_leave()
+            try:
+                self._wait_for_all()
+            except KeyboardInterrupt:  # the second one, as a rule: some may never come
+                group.watch.end(0, INTERRUPTED)
+                raise
         with uninterrupted():
             self._turn.is_over = True
             failure = _behind(error) or Failure(0, in_words(error))
@@ -126,15 +127,6 @@ class Leader:
                 self._end_if_apart([given for given, _ in ended], failure)
             if ours:
                 group.watch.all_have_heard()
-
-    def _wait_for_all_or_leave(self) -> None:
-        try:
-            self._wait_for_all()
-        except KeyboardInterrupt:  # the second one, as a rule: some may never come
-            self.group.watch.end(0, INTERRUPTED)
-            for rank in self._come:
-                self.group.send(rank, "over", Ending("failed", said="rank 0 was interrupted, and has left the others"))
-            raise
 
     def _end_if_apart(self, each: Sequence[tuple[int, int]], failure: Failure) -> None:
         """Devices that wait for what another was not given wait for ever: their group is of no use any more."""
@@ -189,13 +181,13 @@ class Leader:
         if error is not None:
             group.watch.tell(in_words(error))  # the others may wait for their devices
         answers = [group.receive(rank) for rank in group.followers]
-        failures = [said for kind, said, *_ in answers if kind == "failed"]
+        failures = [said for kind, said, _ in answers if kind == "failed"]
         if error is not None:
             failures.insert(0, group.failure(error))
         if not failures:
             return [value, *(said for _, said, _ in answers)]
         first = failures[0]
-        self._end_if_apart([said.given if kind == "failed" else rest[0] for kind, said, *rest in answers], first)
+        self._end_if_apart([given for _, _, given in answers], first)
         group.check()
         if error is not None:
             group.watch.all_have_heard()
@@ -216,27 +208,14 @@ def _behind(error: BaseException | None) -> Failure | None:
     return None
 
 
-class LeadersDevices(Devices):
+class LeadersDevices(GroupsDevices):
     """Tokens that are picked on the leader's device go to all devices."""
 
     _leader: Leader
 
-    def model_in_use(self, *given: Any) -> ModelInUse:
-        use = super().model_in_use(*given)
-        use.sums = partial(self._leader.group.sums, use.device, given[-1])
-        return use
-
     def graphs(self, config: Any, runner: Any, seats: Any, pick: Any, *others: Any) -> DecodeGraphs | None:
-        group = self._leader.group
-        graphs = super().graphs(
-            config, runner, seats, None if pick is None else lambda *given: group.broadcast(pick(*given)), *others
-        )
-        if graphs is not None:
-            group.counts(graphs)
-        return graphs
-
-    def close(self) -> None:
-        self._leader.group.close()
+        shared = None if pick is None else lambda *given: self.group.broadcast(pick(*given))
+        return super().graphs(config, runner, seats, shared, *others)
 
 
 class LeadersCall(Call):

@@ -126,7 +126,7 @@ class RankWatch:
                 self._due = None
                 comes = self._listens or (not gone and (self._planning or self._elsewhere > 0))
                 if self._calls and not comes:
-                    self._end(rank, why)
+                    self.end(rank, why)
                 elif self._calls:
                     self._due = time.monotonic() + self._grace, rank, why, gone
             if not waiting.get_map() and self._due is None:
@@ -157,10 +157,8 @@ class RankWatch:
 
     def end(self, rank: int, why: str) -> None:
         """The devices' group, as hosts have found that devices wait in it for ever."""
-        if self.failure is None:
-            self._end(rank, why)
-
-    def _end(self, rank: int, why: str) -> None:
+        if self.failure is not None:
+            return
         self.failure = rank, why
         self._send("ended", rank, why)  # one that has ended it already does not answer
         # It returns once graphs that hold the group's sums are dropped, and the host drops them when it comes back.
