@@ -69,12 +69,16 @@ class Follower(GroupsDevices):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.devices = self
         self._things: dict[int, Any] = {}
         self._use: Any = None  # the ModelInUse of the call that it came to last
         self._first = 0  # number of a thing of this call
         self._turn = Turn("")
         self._prompts: _Prompts | None = None  # of this call
+
+    @property
+    def devices(self) -> Follower:
+        """As a leader has them."""
+        return self
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
@@ -93,6 +97,7 @@ class Follower(GroupsDevices):
                 if turn.left and isinstance(error, RanksError):
                     raise turn.failed or error from None  # that is why
                 raise
+        self._turn = Turn("")  # results are the caller's
         if turn.error is not None:
             raise turn.error from None
 

@@ -58,7 +58,7 @@ class Leader:
             self._fail(error)
             raise
         finally:
-            self._turn.begun = False
+            self._turn = Turn("")  # results are the caller's
 
     def meet(self, asked: dict[str, Any], use: ModelInUse) -> None:
         """All have come to the call, and ask for the same."""
