@@ -17,10 +17,10 @@ from .options import Options
 _as_first_seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def plain(value: Any, held: bool = False) -> Any:
+def plain(value: Any, held: str | None = None) -> Any:
     """Makes a value one whose repr is the same in each process. Objects count by their classes.
 
-    held: processors and criteria count by their attributes, too.
+    held: processors and criteria count by their attributes, too, if the name of their module begins so.
     """
 
     def of(each: Any) -> Any:
@@ -40,7 +40,12 @@ def plain(value: Any, held: bool = False) -> Any:
         return plain(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [type(value).__name__, of(vars(value))]
-    if held and isinstance(value, LogitsProcessor | StoppingCriteria) and type(value).__hash__ is not None:
+    if (
+        held is not None
+        and isinstance(value, LogitsProcessor | StoppingCriteria)
+        and type(value).__module__.startswith(held)
+        and type(value).__hash__ is not None
+    ):
         if value not in _as_first_seen:
             _as_first_seen[value] = type(value).__name__  # it may hold itself
             attributes = {name: each for name, each in vars(value).items() if name != "initial_timestamp"}
@@ -49,7 +54,7 @@ def plain(value: Any, held: bool = False) -> Any:
     return type(value).__name__
 
 
-def plain_options(each_prompt: Sequence[Options], held: bool = False) -> Any:
+def plain_options(each_prompt: Sequence[Options], held: str | None = None) -> Any:
     """The options of all prompts. What has no effect on results, such as a streamer, may be on one rank alone."""
     ways = list(dict.fromkeys(each_prompt))  # each for many prompts
     number = {id(each): place for place, each in enumerate(ways)}

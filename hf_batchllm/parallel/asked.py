@@ -29,7 +29,11 @@ def asked_for(job: Job, config: BatchConfig) -> dict[str, bytes]:
     asked = job.places, job.max_new_tokens, seed, job.seed_is_drawn, job.runs, job.widths, job.can_stop, forms
     return {
         "prompts": digest(prompt.keys.tobytes() + repr(prompt.key).encode() for prompt in job.prompts),
-        "options": digest([repr(asked).encode(), repr(plain_options(job.options, held=True)).encode()]),
+        "options": digest([repr(asked).encode(), repr(plain_options(job.options)).encode()]),
+        # Those of the user's run in the leader alone: they may hold what no other has, such as when they were made.
+        "attributes of logits processors or stopping criteria": digest(
+            [repr(plain_options(job.options, held="transformers.")).encode()]
+        ),
         "settings of their BatchGenerator": digest([repr(plain(vars(config))).encode()]),
     }
 

@@ -183,7 +183,7 @@ def _digest(work: Work, seed_given: bool, everywhere: bool) -> str:
         job.adapters,
         None if job.grammars is None else job.grammars.each,
         job.seed if seed_given else None,
-        plain_options(job.options, held=True),
+        plain_options(job.options, held=""),
     ]
     digest = hashlib.blake2b(repr(plain(said)).encode("utf-8", "surrogatepass"), digest_size=12)
     if isinstance(work, ScoreWork):
