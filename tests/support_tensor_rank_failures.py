@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from support_tensor_ranks import DEVICE, FOLDER, FOUND, QUIET, RANK, RANKS, error_of, group_of, sharded
+from transformers.generation.streamers import BaseStreamer
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.model.inspection import architecture
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.parallel import leader
 
 
 def interrupted_while_waiting(name: str) -> Any:
@@ -236,16 +238,53 @@ def one_loses_a_frame(name: str) -> Any:
 
 
 def call_within_a_stream(name: str) -> Any:
-    """It is refused, and the stream goes on."""
-    with BatchGenerator(sharded(name)) as gen:
+    """It is refused, that of another generator as well, and the stream goes on."""
+    with BatchGenerator(sharded(name)) as gen, BatchGenerator(sharded(name)) as other:
         stream = gen.stream([[1, 2, 3], [4, 5]], max_new_tokens=5)
         read = [next(stream)]
         found = [
             error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2, **QUIET)),
             error_of(lambda: gen.stream([[1, 2]], max_new_tokens=2)),
+            error_of(lambda: other.generate([[1, 2]], max_new_tokens=2, **QUIET)),
         ]
         read += stream
+
+        def calls(input_ids: Any, scores: Any) -> Any:
+            other.generate([[1, 2]], max_new_tokens=2, **QUIET)
+            return scores
+
+        within = {"logits_processor": [calls], "max_new_tokens": 2, **QUIET}
+        found.append(error_of(lambda: gen.generate([[1, 2]], **within)))
         return found, [each.token_ids for each in sorted(read, key=lambda each: each.index)]
+
+
+def ended_alike(name: str) -> Any:
+    """Errors of the library, streamers, prefixes that are forgotten, and results that cannot be sent."""
+    read: list[str] = []
+
+    class Reader(BaseStreamer):
+        def put(self, value: Any) -> None:
+            """The first rank's tokens."""
+
+        def end(self) -> None:
+            read.append("end")
+
+    def cannot_be_sent(results: Any) -> bytes:
+        raise TypeError("it cannot be sent")
+
+    prompts: list[Any] = [[*range(40)], [*range(40), 2]]
+    with BatchGenerator(sharded(name), kv_memory="64KiB", page_size=16, keep_prefixes=3) as gen:
+        asked: dict[str, Any] = {"max_new_tokens": 3, **QUIET}
+        errors = [error_of(lambda: gen.generate([[1] * 6000], **asked))]
+        first = gen.generate(prompts, **asked).token_ids
+        gen.forget_prefixes()
+        again = gen.generate(prompts, **asked).token_ids
+        gen.generate([[1, 2, 3]], streamer=Reader(), **asked)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(leader, "packed", cannot_be_sent)
+            errors.append(error_of(lambda: gen.generate([[1, 2, 3]], **asked)))
+        assert first == again == gen.generate(prompts, **asked).token_ids
+    return errors, read
 
 
 def one_fails_before_its_device(name: str) -> Any:

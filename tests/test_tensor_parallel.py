@@ -39,6 +39,7 @@ CASES = (
     "streams:llama",
     "looked_at_alike:llama",
     "call_within_a_stream:llama",
+    "ended_alike:llama",
 )
 LAST = ("refused:qwen3", "with_adapters:qwen2", "refused:gemma3n", "interrupted:llama", "one_is_gone")
 FOUR = ("family:deepseek_v3", "scores:deepseek_v3", "one_fails_in_a_step:deepseek_v3")
@@ -96,7 +97,8 @@ def test_other_weights_buffers_or_processors_on_a_rank_are_an_error_on_all(two: 
     assert "have different weights (rank 1 has others than rank 0)" in first[0], first
     assert "have different buffers (rank 1 has others than rank 0)" in first[1], first
     (first, again), (second, again_there) = (found["other_processors:llama"] for found in two)
-    assert first == second and "different options" in first and "rank 1 has others" in first, first
+    assert first == second and "rank 1 has others" in first, first
+    assert "different attributes of logits processors" in first, first
     assert again == again_there and len(again[0]) == 2
 
 
@@ -171,6 +173,13 @@ def test_a_call_while_a_stream_is_open_leaves_the_stream_as_it_is(two: list[dict
     (errors, read), (others, read_there) = (found["call_within_a_stream:llama"] for found in two)
     assert all(each.startswith("GeneratorBusyError") for each in (*errors, *others)), errors
     assert read == read_there and [len(each) for each in read] == [5, 5]
+
+
+def test_calls_end_alike_on_all(two: list[dict[str, Any]]) -> None:
+    (errors, read), (others, read_there) = (found["ended_alike:llama"] for found in two)
+    assert errors[0] == others[0] and errors[0].startswith("PromptError: prompt 0 has 6,000 tokens"), (errors, others)
+    assert errors[1] == "TypeError: it cannot be sent" and errors[1] in others[1], (errors, others)
+    assert read == read_there == ["end"]
 
 
 def test_ways_in_that_part_the_work_are_refused(two: list[dict[str, Any]]) -> None:

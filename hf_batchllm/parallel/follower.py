@@ -86,8 +86,8 @@ class Follower(GroupsDevices):
     def call(self, kind: str) -> Iterator[Turn]:
         """The leader ends it, in the block. The results are in what this gives."""
         self.group.check()
-        turn = self._turn = Turn(kind)
         with self.group.watch.during_a_call():
+            turn = self._turn = Turn(f"{kind} {self.group.number}")
             try:
                 yield turn
             except Ended:
@@ -97,7 +97,8 @@ class Follower(GroupsDevices):
                 if turn.left and isinstance(error, RanksError):
                     raise turn.failed or error from None  # that is why
                 raise
-        self._turn = Turn("")  # results are the caller's
+            finally:
+                self._turn, self._prompts = Turn(""), None  # results are the caller's
         if turn.error is not None:
             raise turn.error from None
 
@@ -137,7 +138,7 @@ class Follower(GroupsDevices):
                         yield self._results_in(said[0])
                     interrupts.begin()
         finally:
-            interrupts.pause()
+            interrupts.end(turn.error)
 
     def _begin(self, number: int, there: Sequence[int]) -> None:
         self._things = {each: thing for each, thing in self._things.items() if each in there}
@@ -161,7 +162,7 @@ class Follower(GroupsDevices):
         elif turn.failed is not None and (ending.rank == group.rank or (turn.left and ending.how == "done")):
             turn.error = turn.failed
         elif ending.how == "failed":
-            turn.error = RanksError(ending.said)
+            turn.error = self._results_in(ending.results) if ending.results else RanksError(ending.said)
         else:
             turn.results = self._results_in(ending.results)
         raise Ended
@@ -194,6 +195,13 @@ class Follower(GroupsDevices):
             if everything and isinstance(thing, KVStorage):
                 thing.release()
             if everything or (number >= self._first and not isinstance(thing, KVStorage | ComputedWith)):
+                del self._things[number]
+
+    def forget(self) -> None:
+        """Give back the memory of prefixes that were kept."""
+        for number, thing in [*self._things.items()]:
+            if isinstance(thing, KVStorage):
+                thing.release()
                 del self._things[number]
 
     # -- frames ------------------------------------------------------------------------------------------------------
@@ -252,5 +260,9 @@ class FollowersCall(Call):
         """The leader runs it: this ends in ``Ended``."""
         follower = self.resources.devices
         assert isinstance(follower, Follower)
-        for _ in follower.follow(self, job):
-            pass
+        try:
+            for _ in follower.follow(self, job):
+                pass
+        finally:
+            if job.feed is not None:  # somebody may read from the streamer
+                job.feed.end()

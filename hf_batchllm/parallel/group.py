@@ -88,6 +88,8 @@ class Group:
     def __init__(self, watch: RankWatch, devices: Any = None, exchanged: Callable[[], int] = lambda: 0) -> None:
         self.rank, self.size = watch.rank, watch.size
         self.watch = watch
+        watch.generators += 1
+        self.number = watch.generators  # the same on all ranks, which make theirs in the same order
         self._devices = devices
         self._exchanged = exchanged
         self._connections = watch.connections

@@ -18,7 +18,7 @@ from ..engine.call import Call
 from ..engine.call_outputs import CallOutputs
 from ..engine.device_loop.decode_graphs import DecodeGraphs
 from ..engine.job import Job
-from ..errors import RanksError
+from ..errors import BatchLLMError, RanksError
 from ..interrupts import uninterrupted
 from ..model.model_in_use import ModelInUse
 from .asked import asked_for, refusing_the_model
@@ -47,18 +47,18 @@ class Leader:
         """An error in the block ends the call on all. Results that it leaves in what this gives end it well."""
         group = self.group
         group.check()
-        turn, self._come = Turn(kind), {}
-        self._turn, group.watch.interrupted = turn, False
-        try:
-            with group.watch.during_a_call():
+        with group.watch.during_a_call():
+            turn, self._come = Turn(f"{kind} {group.number}"), {}
+            self._turn, group.watch.interrupted = turn, False
+            try:
                 yield turn
                 if turn.results is not None:
                     self._finish(turn.results)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._turn = Turn("")  # results are the caller's
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._turn = Turn("")  # results are the caller's
 
     def meet(self, asked: dict[str, Any], use: ModelInUse) -> None:
         """All have come to the call, and ask for the same."""
@@ -91,10 +91,13 @@ class Leader:
     def _finish(self, results: Any) -> None:
         with uninterrupted():
             self.group.listen()
+            data = packed(results if self._hands_on else None)  # which may fail
             self._turn.is_over = True
-            for _, failure in self.group.end(Ending("done", results=packed(results if self._hands_on else None))):
-                if failure is not None:
-                    raise self.group.error_of(failure)
+            ended = self.group.end(Ending("done", results=data))
+            failure = next((failure for _, failure in ended if failure is not None), None)
+            if failure is not None:
+                self._end_if_apart([given for given, _ in ended], failure)
+                raise self.group.error_of(failure)
 
     def _fail(self, error: BaseException) -> None:
         """Followers hear of it, where they wait for a frame; the watch ends the wait of those that wait elsewhere."""
@@ -115,18 +118,24 @@ class Leader:
                 group.watch.end(0, INTERRUPTED)
                 raise
         with uninterrupted():
+            failure, data = _behind(error) or Failure(0, in_words(error)), self._shown(error)
             self._turn.is_over = True
-            failure = _behind(error) or Failure(0, in_words(error))
             if isinstance(error, KeyboardInterrupt):
-                shown = error.with_traceback(None) if self._hands_on else KeyboardInterrupt()
-                ended = group.end(Ending(INTERRUPTED, results=packed(shown)))
+                ended = group.end(Ending(INTERRUPTED, results=data or packed(KeyboardInterrupt())))
             else:
                 said = str(error if isinstance(error, RanksError) else group.error_of(failure))
-                ended = group.end(Ending("failed", failure.rank, said))
+                ended = group.end(Ending("failed", failure.rank, said, data))
             if self._turn.begun:
                 self._end_if_apart([given for given, _ in ended], failure)
             if ours:
                 group.watch.all_have_heard()
+
+    def _shown(self, error: BaseException) -> bytes:
+        """An error of the library's own, and what had finished by then, are those of all ranks."""
+        with suppress(Exception):  # what cannot be packed is told in words
+            if self._hands_on and isinstance(error, BatchLLMError | KeyboardInterrupt):
+                return b"" if isinstance(error, RanksError) else packed(error)
+        return b""
 
     def _end_if_apart(self, each: Sequence[tuple[int, int]], failure: Failure) -> None:
         """Devices that wait for what another was not given wait for ever: their group is of no use any more."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from ..errors import RanksError
+from ..errors import GeneratorBusyError, RanksError
 
 GONE = "is gone: its process was killed, or has ended"
 _GRACE = 5.0  # seconds in which a host comes to the next thing that ranks exchange, if it does not wait for its device
@@ -50,7 +50,8 @@ class RankWatch:
         self.connections = connected(rank, size, exchange, self.on_one_machine)
         self.sums: WeakSet[Any] = WeakSet()  # whose kernels wait for other ranks
         self._lock = threading.RLock()  # a handler of signals sends, too
-        self._calls = 0  # of which one may be within another, whose stream is open
+        self.generators = 0  # that were made, on this rank
+        self._in_a_call = False  # one runs
         self._planning = False  # nothing of the latest call is on the device
         self._elsewhere = 0  # the host is in its owner's hands
         self._listens = False  # the host is where the others' failures reach it
@@ -63,17 +64,30 @@ class RankWatch:
 
     @contextlib.contextmanager
     def during_a_call(self) -> Iterator[None]:
-        self._calls, self._planning = self._calls + 1, True
+        if self._in_a_call:  # its frames would be taken for those of the other
+            raise GeneratorBusyError(
+                "another generator of this model runs a call, or has a stream open, and processes that have a model "
+                "together run one call at a time: let it end (a stream also by its close())"
+            )
+        self._in_a_call = self._planning = True
         try:
             yield
         finally:
-            self._calls, self._planning = self._calls - 1, False
-            if not self._calls:
-                self._due = None
+            self._in_a_call = self._planning = False
+            self._due = None
 
     def start(self) -> None:
         """The call has been planned. Until then no device is waited for, and planning may take long."""
         self._planning = False
+
+    @contextlib.contextmanager
+    def on_devices(self) -> Iterator[None]:
+        """While all run something before a call begins."""
+        before, self._planning = self._planning, False
+        try:
+            yield
+        finally:
+            self._planning = before
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -125,9 +139,9 @@ class RankWatch:
                 _, rank, why, gone = due
                 self._due = None
                 comes = self._listens or (not gone and (self._planning or self._elsewhere > 0))
-                if self._calls and not comes:
+                if self._in_a_call and not comes:
                     self.end(rank, why)
-                elif self._calls:
+                elif self._in_a_call:
                     self._due = time.monotonic() + self._grace, rank, why, gone
             if not waiting.get_map() and self._due is None:
                 waiting.close()
@@ -152,7 +166,7 @@ class RankWatch:
         return True
 
     def _heard(self, rank: int, why: str, gone: bool = False) -> None:
-        if self._calls and self._due is None and self.failure is None:
+        if self._in_a_call and self._due is None and self.failure is None:
             self._due = time.monotonic() + (0.0 if gone else self._grace), rank, why, gone
 
     def end(self, rank: int, why: str) -> None:

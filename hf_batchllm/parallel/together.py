@@ -7,12 +7,13 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from ..config import BatchConfig
+from ..engine.call import Call
 from ..engine.generate_calls import GenerateCalls
 from ..engine.job import Job
 from ..engine.resources import Resources
 from ..engine.scoring.score_calls import ScoreCalls
 from ..engine.stream import Stream
-from ..errors import GenerationInterrupted
+from ..errors import BatchLLMError
 from ..inputs.base_model import base_model
 from ..model.inspection.fingerprint import digests_of_whole
 from ..results.generations import Generation
@@ -66,12 +67,21 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         try:
             with self._side.call(kind) as turn:
                 yield turn
-        except GenerationInterrupted as interrupt:
+        except (BatchLLMError, KeyboardInterrupt) as error:
             if not self._side.group.leads:
-                self.interrupted = interrupt.result
+                self.interrupted = getattr(error, "result", self.interrupted)
             raise
         if turn.results is not None:
             self.last_report = turn.results[1]
+
+    def _new_call(self, **of_several: Any) -> Call:
+        with nullcontext() if self._group is None else self._group.watch.on_devices():  # if the model has changed
+            return super()._new_call(**of_several)
+
+    def forget_prefixes(self) -> None:
+        super().forget_prefixes()
+        if isinstance(self._side, Follower):
+            self._side.forget()
 
     def _generate(self, *given: Any) -> Any:
         return self._together("generate", super()._generate, *given)
@@ -103,6 +113,7 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         self._refuse_while_running()
         with self._call("stream") as turn:
             if isinstance(self._side, Follower):
+                self.interrupted = None
                 with self._taking() as call:
                     yield from self._side.follow(call, job)
             else:
