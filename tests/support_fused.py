@@ -169,8 +169,8 @@ def logits_of_steps(
     seen: list[torch.Tensor] = []
     step = ModelRunner.step
 
-    def noted_step(self: ModelRunner, batch: Any) -> torch.Tensor:
-        logits = step(self, batch)
+    def noted_step(self: ModelRunner, batch: Any, *latest: Any) -> torch.Tensor:
+        logits = step(self, batch, *latest)
         seen.append(logits.clone())
         return logits
 

@@ -110,7 +110,7 @@ def over_twins(kernels: AttentionKernels) -> Callable[..., TritonBackend]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each step of the model had, rehearsals among them."""
-    return noted(monkeypatch, ModelRunner, "step", lambda self, batch: len(batch.tokens.input_ids))
+    return noted(monkeypatch, ModelRunner, "step", lambda self, batch, *_: len(batch.tokens.input_ids))
 
 
 @pytest.fixture

@@ -251,11 +251,11 @@ def of_memory(monkeypatch: pytest.MonkeyPatch, rows: int) -> list[int]:
     """Steps of more rows run out of it. Gives the rows of those that do not."""
     ran, own = [], ModelRunner.step
 
-    def step(self: ModelRunner, batch: Any) -> Any:
+    def step(self: ModelRunner, batch: Any, *latest: Any) -> Any:
         if len(batch.attention.positions) > rows:
             raise torch.OutOfMemoryError("no memory for so many rows")
         ran.append(len(batch.attention.positions))
-        return own(self, batch)
+        return own(self, batch, *latest)
 
     monkeypatch.setattr(ModelRunner, "step", step)
     return ran

@@ -38,7 +38,7 @@ INVARIANT = {"invariant": True}
 
 def steps_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each step from now on."""
-    return noted(monkeypatch, ModelRunner, "step", lambda self, batch: len(batch.attention.positions))
+    return noted(monkeypatch, ModelRunner, "step", lambda self, batch, *_: len(batch.attention.positions))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])
@@ -196,8 +196,8 @@ def test_prompts_foretell_the_work_of_decode_rows(family: str, monkeypatch: pyte
     made: list[dict[Any, set[int]]] = []
     own_step, own_load = ModelRunner.step, RowsWork.load
 
-    def step(self: ModelRunner, batch: Any) -> Any:
-        logits = own_step(self, batch)
+    def step(self: ModelRunner, batch: Any, *latest: Any) -> Any:
+        logits = own_step(self, batch, *latest)
         if len(batch.attention.positions) > 100:  # prompts
             seen.append({key: set(kinds.tiles) for key, kinds in self.backend.work_seen.items()})
         return logits

@@ -107,12 +107,12 @@ def test_nothing_is_said_of_sharing_where_there_is_none(drawn: io.StringIO) -> N
 def test_an_interrupt_leaves_it_where_it_was(drawn: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     step, count = ModelRunner.step, 0
 
-    def interrupted(self: ModelRunner, batch: Any) -> Any:
+    def interrupted(self: ModelRunner, batch: Any, *latest: Any) -> Any:
         nonlocal count
         count += 1
         if count == 4:
             raise KeyboardInterrupt
-        return step(self, batch)
+        return step(self, batch, *latest)
 
     monkeypatch.setattr(ModelRunner, "step", interrupted)
     with pytest.raises(GenerationInterrupted):

@@ -35,11 +35,11 @@ def break_off(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException,
     """Let the model fail in its ``after``-th step: in the middle of its layers, or as the step begins."""
     step, count = ModelRunner.step, 0
 
-    def failing(self: ModelRunner, batch: Any) -> torch.Tensor:
+    def failing(self: ModelRunner, batch: Any, *latest: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         if count != after:
-            return step(self, batch)
+            return step(self, batch, *latest)
         if not inside:
             raise error
 
@@ -48,7 +48,7 @@ def break_off(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException,
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(raise_it)
         try:
-            return step(self, batch)
+            return step(self, batch, *latest)
         finally:
             handle.remove()
 

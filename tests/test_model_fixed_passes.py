@@ -184,11 +184,11 @@ def test_an_interrupt_in_the_trial(sizes: list[int], threads: None, monkeypatch:
     model = copy.deepcopy(model_of("llama"))
     own, count = ModelRunner.step, [0]
 
-    def step(self: ModelRunner, batch: Any) -> torch.Tensor:
+    def step(self: ModelRunner, batch: Any, *latest: Any) -> torch.Tensor:
         count[0] += self.backend.wide_products is not None
         if count[0] == 1:
             raise KeyboardInterrupt
-        return own(self, batch)
+        return own(self, batch, *latest)
 
     expected = alone(model_of("llama"), prompt_logprobs=None)
     with BatchGenerator(model, invariant=True) as generator:

@@ -71,11 +71,13 @@ def test_a_step_is_replayed_from_a_graph(family: str, monkeypatch: pytest.Monkey
     """With other inputs in the same places it gives what those give."""
     checked, model, step = [], on_gpu(family), ModelRunner.step
 
-    def replayed_too(self: ModelRunner, batch: Any) -> torch.Tensor:
-        logits = step(self, batch)
+    def replayed_too(self: ModelRunner, batch: Any, *latest: Any) -> torch.Tensor:
+        logits = step(self, batch, *latest)
         if not len(logits):
             return logits
         batch = batch.to(self.architecture.device)
+        for seats in latest:
+            seats.fill_in(batch.tokens)
         context, tokens = self.backend.prepare(batch.attention), batch.tokens
         ids = tokens.input_ids.clone()
 

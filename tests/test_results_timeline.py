@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_batchllm import BatchGenerator, RunReport, accelerated
 from hf_batchllm.engine import call
-from hf_batchllm.engine.device_loop import run_ahead
+from hf_batchllm.engine.device_loop import decode_graphs, run_ahead
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.progress import Progress
@@ -238,11 +239,11 @@ def test_on_a_gpu_waiting_is_told_from_launching(
 
     def capturing(self: DecodeGraphs, graph: Any) -> None:
         clock.now += 100
-        self.seconds += 100
         capture(self, graph)
 
     monkeypatch.setattr(run_ahead, "start_copy_to_host", slow)
     monkeypatch.setattr(DecodeGraphs, "_capture", capturing)
+    monkeypatch.setattr(decode_graphs, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(call, "Timekeeper", lambda **_: Timekeeper(clock, ahead=True))
     result = BatchGenerator(build(FAMILY), steps_per_sync=8).generate(PROMPTS, max_new_tokens=40, **GIVEN)
     phases = timeline_of(result.report).phases
@@ -292,12 +293,12 @@ def test_what_is_on_its_way_counts_when_a_call_ends(
 def test_a_step_that_fails_is_none(error: type[BaseException], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step, count = ModelRunner.step, 0
 
-    def failing(self: ModelRunner, batch: Any) -> Any:
+    def failing(self: ModelRunner, batch: Any, *latest: Any) -> Any:
         nonlocal count
         count += 1
         if count == at:
             raise error
-        return step(self, batch)
+        return step(self, batch, *latest)
 
     monkeypatch.setattr(ModelRunner, "step", failing)
     generator = small()
@@ -313,9 +314,9 @@ def test_a_step_that_fails_is_none(error: type[BaseException], at: int, monkeypa
 def test_out_of_time(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now, step = [1000.0], ModelRunner.step
 
-    def ticking(self: ModelRunner, batch: Any) -> Any:
+    def ticking(self: ModelRunner, batch: Any, *latest: Any) -> Any:
         now[0] += 1
-        return step(self, batch)
+        return step(self, batch, *latest)
 
     monkeypatch.setattr(ModelRunner, "step", ticking)
     monkeypatch.setattr(time, "time", lambda: now[0])

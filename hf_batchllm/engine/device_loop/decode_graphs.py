@@ -267,8 +267,8 @@ class DecodeGraphs:
             return  # where memory is short, capture only what a step needs
         together = kind.rows == len(left) and not may_stop and max(left) - min(left) < WORTHWHILE_STEPS
         together &= self._picked_on_device and not kind.drafts
-        began = time.perf_counter()
-        refusal = self.make_ready(kind, not together) or self.capture(kind, True)
+        refusal, began = self.make_ready(kind, not together), time.perf_counter()
+        refusal = refusal or self.capture(kind, True)
         seconds = time.perf_counter() - began
         self.seconds, self.seconds_beside = self.seconds + seconds, self.seconds_beside + seconds
         self.is_steady = False  # the host comes late to this step's tokens, or to those of the one before
