@@ -104,16 +104,6 @@ def test_processes_that_begin_together_check_once(checking: None, monkeypatch: p
 
 
 @plain
-@pytest.mark.skipif(verdicts.fcntl is None, reason="this system has no locks on files")
-def test_a_process_that_is_stopped_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_SILENT_WAIT", 0.2)
-    monkeypatch.setattr(verdicts, "_LONGEST_WAIT", 0.6)
-    began, alone = time.monotonic(), verdicts.alone
-    with alone(KEY, "layers"), pytest.warns(UserWarning, match="another process"), alone(KEY, "layers"):
-        assert time.monotonic() - began > 0.5
-
-
-@plain
 def test_amds_cards_run_what_was_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_batchllm.sampling import device_options, sampling_kernels
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,11 +23,6 @@ Exit codes: 0 all passed, 1 some failed, 2 there is nothing to check here.
 `{PROGRAM} check | tee check.txt` keeps a copy.
 """
 _GROUPS = ("attention", "layers", "sampling", "experts", "states", "parts")
-_SUMMARIES = {  # what was found, the worst first
-    "failed": "{} failed: the library does without these kernels",
-    "not tried": "none failed, but not all could be tried: the lines above say why",
-    "no room": "none failed, but the GPU's memory was too full to try them all: free some, and ask again",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,11 +44,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check(device: torch.device, groups: Sequence[str]) -> int:
     from ..kernel_check import verdicts
-    from ..kernel_check.outcomes import NO_ROOM, PASSED, UNKNOWN, first_failure
+    from ..kernel_check.outcomes import PASSED, UNKNOWN, first_failure
     from ..kernel_check.run_in_child import outcomes
     from ..python_child import CannotStart
 
-    key, seen = verdicts.key_of(device), Counter[str]()
+    key, failed, unknown = verdicts.key_of(device), 0, 0
     for name, value in (key | {"python": platform.python_version(), "system": platform.platform()}).items():
         if value:
             print(f"{name + ':':14}{value}")
@@ -69,15 +63,18 @@ def _check(device: torch.device, groups: Sequence[str]) -> int:
         except CannotStart as error:
             raise UsageError(str(error)) from error
         failure = first_failure(found)
-        seen["no room"] += sum(each.verdict == NO_ROOM for each in found)
-        seen["not tried"] += sum(each.verdict in UNKNOWN and each.verdict != NO_ROOM for each in found)
+        unknown += sum(each.verdict in UNKNOWN for each in found)
+        failed += sum(each.verdict not in (PASSED, *UNKNOWN) for each in found)
         if failure is not None and failure.verdict in UNKNOWN:
             continue  # it says nothing of the kernels
-        seen["failed"] += sum(each.verdict not in (PASSED, *UNKNOWN) for each in found)
         try:
             verdicts.write(key, group, "" if failure is None else str(failure))
         except OSError as error:
             print(f"  (not remembered: {error})")
-    worst = next((name for name in _SUMMARIES if seen[name]), None)
-    print("\n" + (_SUMMARIES[worst].format(seen[worst]) if worst else "all passed"))
-    return STOPPED if worst else DONE
+    if failed:
+        print(f"\n{failed} failed: the library does without these kernels")
+    elif unknown:
+        print("\nnone failed, but not all could be tried: the lines above say why")
+    else:
+        print("\nall passed")
+    return STOPPED if failed or unknown else DONE

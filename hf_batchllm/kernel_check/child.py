@@ -17,7 +17,7 @@ from typing import IO
 import torch
 
 from . import attention_cases, layer_cases, sampling_cases
-from .comparing import Cases, Where, Wrong, device_with
+from .comparing import Cases, Where, Wrong, card_of
 from .outcomes import BEGUN, CANNOT_TELL, END, NO_ROOM, NOT_TRIED, PASSED, START, WRONG, Outcome, in_a_line, verdict_of
 
 # The groups are checked one by one: a model without experts does not wait for the experts' kernels.
@@ -31,14 +31,17 @@ GROUPS: dict[str, Callable[[Where], Cases]] = {
 }
 
 
-def main(to: IO[str], group: str, device: str, mark: str, *done: str) -> None:
+def main(to: IO[str], group: str, device: str, card: str, *done: str) -> None:
     """Write an outcome, as a line of JSON, before and after each case that is not ``done``."""
 
     def say(outcome: Outcome) -> None:
         print(json.dumps(astuple(outcome)), file=to, flush=True)
 
     try:
-        where = Where(device_with(mark, torch.device(device)))
+        where = Where(torch.device(device))
+        if card_of(where.device) != card:
+            changed = "has CUDA_VISIBLE_DEVICES been changed since CUDA began?"
+            raise OSError(f"a new process sees another card there, {card_of(where.device)} ({changed})")
         if where.device.type == "cuda":
             torch.cuda.set_device(where.device)
             torch.zeros(1, dtype=torch.float32, device=where.device)

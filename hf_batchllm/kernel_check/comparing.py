@@ -46,23 +46,10 @@ class Where:
         return {name: self.random(generator, *shape, dtype=types[name]) for name, shape in shapes.items()}
 
 
-def mark_of(device: torch.device) -> str:
-    """What tells this card from all others; empty where there is nothing of the kind."""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if device.type == "cuda" else ""
-
-
-def device_with(mark: str, named: torch.device) -> torch.device:
-    """The card with this mark; the one that is ``named`` where there are no marks.
-
-    Its number is another one where CUDA_VISIBLE_DEVICES was changed after CUDA had begun.
-    """
-    cards = [torch.device("cuda", index) for index in range(torch.cuda.device_count() if mark else 0)]
-    for card in cards:
-        if mark_of(card) == mark:
-            return card
-    if mark:
-        raise OSError("a new process does not see this card (has CUDA_VISIBLE_DEVICES been changed since CUDA began?)")
-    return named
+def card_of(device: torch.device) -> str:
+    """What verdicts are kept by: the name of a card, and its compute capability."""
+    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return "CPU" if card is None else f"{card.name}, {card.major}.{card.minor}"
 
 
 @cache

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ConfigError
 from ..python_child import CannotStart, python_path, python_program
-from .comparing import mark_of
+from .comparing import card_of
 from .outcomes import BEGUN, CANNOT_TELL, CRASHED, END, HUNG, NO_ROOM, NOT_TRIED, PASSED, START, UNKNOWN, Outcome
 
 _SECONDS = 300.0  # for a case: a slow host takes some seconds to compile a kernel, and a case has up to five
@@ -48,7 +48,7 @@ def outcomes(group: str, device: torch.device, *, to_the_end: bool = False) -> I
 
 def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator[Outcome]:
     begun, rest, limit = START, "", max(seconds_for_a_case(), _SECONDS_TO_START)
-    with _started([group, str(device), mark_of(device)], done) as (child, told, said):
+    with _started([group, str(device), card_of(device)], done) as (child, told, said):
         until = time.monotonic() + limit
         while True:
             code = child.poll()  # before its last lines are read, so that none is missed

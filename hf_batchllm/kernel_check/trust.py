@@ -52,9 +52,7 @@ def refusal(group: str, device: torch.device, *, amd: bool = False) -> str | Non
     key = verdicts.key_of(device)
     known = (group, *key.values())
     if known not in _answers:
-        # On a card that is trusted, somebody may have had it checked by hand.
-        found = _found(group, device, key) if is_checked(device) else _in_words(key, verdicts.read(key, group))
-        _answers[known] = found
+        _answers[known] = _found(group, device, key)
     return _answers[known]
 
 
@@ -135,44 +133,47 @@ def _asked() -> str:
     return asked
 
 
-def _in_words(key: dict[str, str], failed: str | None) -> str | None:
+def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
+    """What the verdict on disk says, or that of a check, which is written there.
+
+    A card that is trusted may have a verdict, too: somebody has had it checked by hand.
+    """
+    failed = verdicts.read(key, group)
+    if failed is None and is_checked(device):
+        if os.environ.get(CHECKING):
+            return f"{_FIRST} this process was started by such a check: `sys.executable` is not Python"
+        card = tuple(key.values())
+        if card in _no_checks:
+            return _no_checks[card]
+        warn_user(
+            f"the kernels for {WORK[group]} are tried on {key['card']} for the first time: this may take a minute"
+        )
+        try:
+            with verdicts.alone(key, group):
+                failed = verdicts.read(key, group)  # another process may have found it meanwhile
+                if failed is None:
+                    failed = _checked(group, device, key)
+        except CannotStart as error:
+            # The same would come of the check of every other group.
+            _no_checks[card] = f"{_FIRST} that cannot be done: {error}"
+            return _no_checks[card]
     return f"on this card ({key['card']}) a kernel failed its check: {failed}. {_REPORT}" if failed else None
 
 
-def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
-    """The verdict on disk, or that of a check, which is written there."""
-    if os.environ.get(CHECKING):
-        return f"{_FIRST} this process was started by such a check: `sys.executable` is not Python"
-    with verdicts.alone(key, group):
-        failed = verdicts.read(key, group)
-        if failed is None:
-            card = tuple(key.values())
-            if card in _no_checks:
-                return _no_checks[card]
-            warn_user(
-                f"the kernels for {WORK[group]} are tried on {key['card']} for the first time: this may take a minute"
-            )
-            try:
-                failed = _checked(group, device)
-            except CannotStart as error:
-                # The same would come of the check of every other group.
-                _no_checks[card] = f"{_FIRST} that cannot be done: {error}"
-                return _no_checks[card]
-            try:
-                verdicts.write(key, group, failed)
-            except OSError as error:
-                warn_user(
-                    f"the outcome of the check cannot be remembered, so each process checks anew: {error}. "
-                    "HF_BATCHLLM_CACHE may name another folder"
-                )
-    return _in_words(key, failed)
-
-
-def _checked(group: str, device: torch.device) -> str:
+def _checked(group: str, device: torch.device, key: dict[str, str]) -> str:
     """The first case that failed, in a line; empty: all passed. Raises where nothing is known of the kernels."""
     failure = first_failure(list(outcomes(group, device)))
-    if failure is None or failure.verdict not in UNKNOWN:
-        return str(failure or "")
-    if failure.verdict == NO_ROOM:
+    if failure is not None and failure.verdict == NO_ROOM:
         raise CannotStart(f"there is no memory for it ({failure.detail}): {_BEFORE}")
-    raise CannotStart(failure.detail + (f". {_BEFORE.capitalize()}" if "busy or unavailable" in failure.detail else ""))
+    if failure is not None and failure.verdict in UNKNOWN:
+        busy = "busy or unavailable" in failure.detail
+        raise CannotStart(failure.detail + (f". {_BEFORE.capitalize()}" if busy else ""))
+    failed = "" if failure is None else str(failure)
+    try:
+        verdicts.write(key, group, failed)
+    except OSError as error:
+        warn_user(
+            f"the outcome of the check cannot be remembered, so each process checks anew: {error}. HF_BATCHLLM_CACHE "
+            "may name another folder"
+        )
+    return failed

@@ -7,24 +7,21 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from .._version import __version__
 from ..kernels import cards
-from ..notices import warn_user
+from .comparing import card_of
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_SILENT_WAIT, _LONGEST_WAIT = 10.0, 900.0  # seconds, for another process's check
 _SOURCES = tuple(Path(str(path)).resolve().parent for path in (cards.__file__, __file__))
 
 
@@ -32,9 +29,8 @@ def key_of(device: torch.device) -> dict[str, str]:
     """All that a verdict depends on."""
     import triton
 
-    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
-        "card": "CPU" if card is None else f"{card.name}, {card.major}.{card.minor}",
+        "card": card_of(device),
         "driver": driver(),
         "torch": str(torch.__version__),
         "triton": str(triton.__version__),
@@ -103,22 +99,8 @@ def alone(key: dict[str, str], group: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 path = path_of(key, group).with_suffix(".lock")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _lock(stack.enter_context(path.open("w")))
+                fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield
-
-
-def _lock(file: IO[str]) -> None:
-    """Wait for the processes before this one, but not for ever: one may be stopped in the midst of its check."""
-    began, told = time.monotonic(), False
-    while time.monotonic() < began + _LONGEST_WAIT:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(0.1)
-        if not told and time.monotonic() > began + _SILENT_WAIT:
-            told = True
-            warn_user(f"another process checks the kernels on this card: waiting for its verdict ({file.name})")
 
 
 def _folder() -> Path:
