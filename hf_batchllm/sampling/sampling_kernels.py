@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
 from ..kernel_check.trust import refusal
+
+# The module of each, with ``_triton`` or ``_torch`` behind its name.
+_HOMES = {
+    "likeliest": ("note_likeliest",),
+    "penalties": ("penalise", "mark_seen"),
+    "sample": ("greedy", "gumbel_sample", "advance"),
+    "tails": ("tail_cuts",),
+    "token_edits": ("edit_tokens", "ban_repeats", "force_tokens", "grow_ends", "append_tokens"),
+    "token_masks": ("mask_tokens",),
+    "top_k_top_p": ("cutoffs",),
+}
 
 
 @dataclass(frozen=True)
@@ -31,61 +43,16 @@ class SamplingKernels:
 
 
 def triton_sampling() -> SamplingKernels:
-    from ..kernels.triton import (
-        likeliest_triton,
-        penalties_triton,
-        sample_triton,
-        tails_triton,
-        token_edits_triton,
-        token_masks_triton,
-        top_k_top_p_triton,
-    )
-
-    return SamplingKernels(
-        greedy=sample_triton.greedy,
-        gumbel_sample=sample_triton.gumbel_sample,
-        cutoffs=top_k_top_p_triton.cutoffs,
-        tail_cuts=tails_triton.tail_cuts,
-        penalise=penalties_triton.penalise,
-        mark_seen=penalties_triton.mark_seen,
-        advance=sample_triton.advance,
-        note_likeliest=likeliest_triton.note_likeliest,
-        edit_tokens=token_edits_triton.edit_tokens,
-        ban_repeats=token_edits_triton.ban_repeats,
-        force_tokens=token_edits_triton.force_tokens,
-        grow_ends=token_edits_triton.grow_ends,
-        append_tokens=token_edits_triton.append_tokens,
-        mask_tokens=token_masks_triton.mask_tokens,
-    )
+    return _of("triton.{}_triton")
 
 
 def torch_sampling() -> SamplingKernels:
-    from ..kernels.reference import (
-        likeliest_torch,
-        penalties_torch,
-        sample_torch,
-        tails_torch,
-        token_edits_torch,
-        token_masks_torch,
-        top_k_top_p_torch,
-    )
+    return _of("reference.{}_torch")
 
-    return SamplingKernels(
-        greedy=sample_torch.greedy,
-        gumbel_sample=sample_torch.gumbel_sample,
-        cutoffs=top_k_top_p_torch.cutoffs,
-        tail_cuts=tails_torch.tail_cuts,
-        penalise=penalties_torch.penalise,
-        mark_seen=penalties_torch.mark_seen,
-        advance=sample_torch.advance,
-        note_likeliest=likeliest_torch.note_likeliest,
-        edit_tokens=token_edits_torch.edit_tokens,
-        ban_repeats=token_edits_torch.ban_repeats,
-        force_tokens=token_edits_torch.force_tokens,
-        grow_ends=token_edits_torch.grow_ends,
-        append_tokens=token_edits_torch.append_tokens,
-        mask_tokens=token_masks_torch.mask_tokens,
-    )
+
+def _of(place: str) -> SamplingKernels:
+    homes = {home: import_module(f"..kernels.{place.format(home)}", __package__) for home in _HOMES}
+    return SamplingKernels(**{name: getattr(homes[home], name) for home, names in _HOMES.items() for name in names})
 
 
 def sampling_kernels(device: torch.device, amd: bool = False) -> SamplingKernels:
