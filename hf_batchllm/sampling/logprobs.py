@@ -13,7 +13,7 @@ import torch
 
 from ..inputs.images.prompt_images import FIRST_KEY
 from ..inputs.prompts import Prompt
-from ..kernels.reference.likeliest_torch import likeliest
+from ..kernels.reference.likeliest_torch import note_likeliest
 from ..model.transfers import start_copy_to_host, to_device
 from ..planning.requests_and_prefixes import Request, Unit
 from ..planning.step import Chunk
@@ -240,10 +240,7 @@ def start_log_probs(
     k = min(k, logits.shape[-1])
     if not len(order):
         return lambda: []
-    if k <= MOST_LIKELY and may_pick_on(logits.device):  # as for tokens that are picked there: to the last bit
-        found = list(_noted(logits, rows[order], chosen, k))
-    else:
-        found = list(_looked_up(logits, rows[order], chosen, k))
+    found = list(_noted(logits, rows[order], chosen, k))
     # One copy of each kind: the host's memory for it takes long to get.
     copies = [start_copy_to_host(torch.cat(each)) for each in zip(*found, strict=True)]
 
@@ -259,21 +256,18 @@ def start_log_probs(
     return read
 
 
-# Of some pairs, in their order: the likeliest tokens, their log-probabilities, and the pair's own.
-_Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # [pairs, k], [pairs, k], [pairs]
-
-
-def _looked_up(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, k: int) -> Iterator[_Found]:
-    for block in _blocks(logits, rows, tokens, LOGITS_AT_ONCE):
-        best, ids = likeliest(block.logits, k) if k else (block.logits[:, :0], block.rows.new_zeros(len(block.lse), 0))
-        yield ids[block.rows], (best - block.lse[:, None])[block.rows], block.of_tokens()
-        del block  # before the next one is made
-
-
-def _noted(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, k: int) -> Iterator[_Found]:
-    note, device = sampling_kernels(logits.device).note_likeliest, logits.device
+def _noted(
+    logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, k: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # [pairs, k], [pairs, k], [pairs]
+    """The likeliest tokens of some pairs, in their order, the log-probabilities of these, and those of their own."""
+    device, at_once = logits.device, LOGITS_AT_ONCE
+    if device.type == "cpu":
+        at_once = _LOGITS_PER_CPU_THREAD * torch.get_num_threads()
+    note = note_likeliest
+    if k <= MOST_LIKELY and may_pick_on(device):  # as for tokens that are picked there: to the last bit
+        note = sampling_kernels(device).note_likeliest
     every = to_device(tokens, device)
-    size = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    size = max(1, at_once // logits.shape[-1])
     for begin in range(0, len(rows), size):
         some = rows[begin : begin + size]
         in_a_row = int(some[-1] - some[0]) == len(some) - 1 and bool((np.diff(some) == 1).all())
@@ -292,48 +286,5 @@ def log_probs_of_tokens(
     """For each pair of a row of ``logits`` [n, vocabulary] (in order) and a token: its log-probability, and whether it
     is the likeliest, the first one among equals. Both stay on the device.
     """
-    if len(rows) and may_pick_on(logits.device):
-        best, _, own = map(torch.cat, zip(*_noted(logits, rows, tokens, 1), strict=True))
-        return own, best[:, 0] == to_device(tokens, logits.device)
-    on_a_cpu = logits.device.type == "cpu"
-    at_once = _LOGITS_PER_CPU_THREAD * torch.get_num_threads() if on_a_cpu else LOGITS_AT_ONCE
-    found: list[torch.Tensor] = []
-    likeliest: list[torch.Tensor] = []
-    for block in _blocks(logits, rows, tokens, at_once):
-        found.append(block.of_tokens())
-        likeliest.append(block.logits.argmax(dim=-1)[block.rows] == block.tokens)
-        del block  # before the next one is made
-    return torch.cat(found), torch.cat(likeliest)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of logits in float32, and the pairs of a row and a token that concern them."""
-
-    logits: torch.Tensor  # [block, vocabulary]
-    lse: torch.Tensor  # [block]  log of the sum of their exponentials
-    pairs: slice
-    rows: torch.Tensor  # [pairs]  within the block
-    tokens: torch.Tensor  # [pairs]
-
-    def of_tokens(self) -> torch.Tensor:  # [pairs]
-        """The log-probabilities of the pairs' tokens."""
-        return self.logits[self.rows, self.tokens] - self.lse[self.rows]
-
-
-def _blocks(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, at_once: int) -> Iterator[_Block]:
-    """The rows of ``logits`` [n, vocabulary] that pairs concern, so many numbers at once; ``rows`` are in order."""
-    size = max(1, at_once // logits.shape[-1])
-    begins = range(0, len(logits), size)
-    edges = np.searchsorted(rows, [*begins, len(logits)]).tolist()
-    every_row, every_token = (to_device(values, logits.device) for values in (rows, tokens))
-    for begin, first, last in zip(begins, edges, edges[1:], strict=False):
-        if first < last:
-            some, pairs = logits[begin : begin + size].float(), slice(first, last)
-            yield _Block(some, _logsumexp(some), pairs, every_row[pairs] - begin, every_token[pairs])
-
-
-def _logsumexp(logits: torch.Tensor) -> torch.Tensor:  # [rows]
-    """A row's number does not depend on other rows: several threads of a CPU add up a single one in another order."""
-    lone = len(logits) == 1 and logits.device.type == "cpu"
-    return logits.expand(2, -1).logsumexp(dim=-1)[:1] if lone else logits.logsumexp(dim=-1)
+    best, _, own = map(torch.cat, zip(*_noted(logits, rows, tokens, 1), strict=True))
+    return own, best[:, 0] == to_device(tokens, logits.device)

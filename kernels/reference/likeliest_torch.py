@@ -36,6 +36,9 @@ def likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 
     Of equals, ``topk`` takes any: which ones, may depend on other rows.
     """
+    if k == 1:
+        tokens = scores.argmax(dim=-1, keepdim=True)  # of equals the lowest one
+        return scores.gather(1, tokens), tokens
     best, tokens = _lowest_first(*scores.topk(min(k + _MORE, scores.shape[1]), dim=-1))
     if best.shape[1] < scores.shape[1]:
         # More are as good than were looked at.
