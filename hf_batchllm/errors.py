@@ -157,6 +157,20 @@ class OutputWriteError(FilesError, OSError):
         self.errno = number
 
 
+class NothingToDrawError(RuntimeError):
+    """A sequence's scores are no distribution, so its next token cannot be picked.
+
+    ``why``: in place of the usual reasons.
+    """
+
+    def __init__(self, why: str | None = None) -> None:
+        super().__init__(
+            why
+            or "there is nothing to draw from: the model gave logits that are not numbers (NaN or infinite), or "
+            "processors left no token a chance"
+        )
+
+
 _BY_INDEX = "not aligned with the prompts: use `.index`"
 
 

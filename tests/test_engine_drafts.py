@@ -25,8 +25,7 @@ from hf_batchllm.errors import OptionValueError
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler
-from hf_batchllm.sampling.earlier_answers import EarlierAnswers
-from hf_batchllm.sampling.text_lookup import TextLookup
+from hf_batchllm.sampling.text_lookup import EarlierAnswers, TextLookup
 
 NEW_TOKENS = 24
 ASKED: dict[str, Any] = {"max_new_tokens": NEW_TOKENS}

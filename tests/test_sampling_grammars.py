@@ -21,9 +21,9 @@ from support_parity import pages_of_memory
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchGenerator, BatchResult, Generation
+from hf_batchllm.errors import NothingToDrawError
 from hf_batchllm.sampling.grammar_masks import GrammarMasks
 from hf_batchllm.sampling.host_sampler import HostSampler
-from hf_batchllm.sampling.nothing_to_draw import NothingToDrawError
 
 LARK = """
 start: word ("d" word)*

@@ -14,7 +14,7 @@ from ..notices import Notices
 from ..planning.base_scheduler import BaseScheduler
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Request
-from ..sampling.earlier_answers import EarlierAnswers
+from ..sampling.text_lookup import EarlierAnswers
 from .call_outputs import CallOutputs
 from .devices import Devices
 from .drafts.assistant import Assistant

@@ -13,7 +13,7 @@ from ..model.inspection.owners_warnings import warn_of_compiled
 from ..model.model_in_use import ModelInUse
 from ..notices import Notices
 from ..patches.fusion import Fusion
-from ..sampling.earlier_answers import EarlierAnswers
+from ..sampling.text_lookup import EarlierAnswers
 from .devices import Devices
 from .drafts.assistant_model import Assistants
 from .kv_memory import KVMemory

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engine.progress import WholeRun, whole_run
-from ..errors import InputFileError, PromptError
+from ..errors import InputFileError, NothingToDrawError, PromptError
 from ..inputs.chats import is_chat
 from ..inputs.grammar_options import as_list
 from ..inputs.images.image_parts import sources_of
@@ -22,7 +22,6 @@ from ..inputs.images.image_sources import ImageSources
 from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
-from ..sampling.nothing_to_draw import NothingToDrawError
 from .output import FileOutput
 from .record_engine import LineConfig, RecordEngine
 from .records import BadPromptRecord, PromptRecord, RecordReader, listed

@@ -21,8 +21,8 @@ from ..kernel_check.trust import failed_check
 from ..kernels.lists.sampling_recipes import Recipe
 from .logit_edits import LogitEdits, edits_of
 from .processor_chains import MINIMUM_LENGTHS
-from .top_h import MOST_OF_TOP_H
 
+MOST_OF_TOP_H = 100  # tokens that transformers looks at, and so the most that stay
 _KEPT_BYTES = 512 << 20  # at most, of the tokens that requests have had
 _COST = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
 _CUTTING = (processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors.MinPLogitsWarper)

@@ -19,10 +19,9 @@ from ..inputs.seeds import as_int64
 from ..kernels.lists.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from ..kernels.lists.token_edits import History
 from ..model.transfers import to_device
-from .device_options import recipe_of
+from .device_options import MOST_OF_TOP_H, recipe_of
 from .logit_edits import EditTables, LogitEdits
 from .sampling_kernels import SamplingKernels
-from .top_h import top_h_edges
 
 _WORD = 32  # tokens in each word of a row's bits
 
@@ -146,7 +145,7 @@ class DeviceSampler:
                 )
             if self._top_h is not None:
                 each = slice(None) if by_row is None else by_row.which  # one recipe is all rows'
-                edges = top_h_edges(logits, self._top_h[each], self._warmth[each])
+                edges = _top_h_edges(logits, self._top_h[each], self._warmth[each])
                 threshold = edges if threshold is None else torch.maximum(threshold, edges)
             if self._tails is not None:
                 which = rows.kind if self.needs_kind else None
@@ -234,3 +233,24 @@ class DeviceSampler:
         if edits.suppressed is not None:
             kernels.edit_tokens(scores, edits.suppressed, which, rows.made, rows.history)
         return scores
+
+
+def _top_h_edges(
+    logits: torch.Tensor,  # [rows, vocabulary]
+    top_h: torch.Tensor,  # [rows], or [1] for all of them, float32  above 1: nothing is cut off
+    temperature: torch.Tensor,  # the same
+) -> torch.Tensor:  # [rows] float32
+    """The logit from which up a row's tokens stay by top-h, as transformers has it; among equals at that edge all do.
+
+    These are the best tokens whose shares of the entropy, added up, stay below a part of it.
+
+    -inf where nothing is cut off, and in rows that hold NaN or infinity: the draw sees to these.
+    """
+    best, _ = logits.topk(min(MOST_OF_TOP_H, logits.shape[-1]), dim=-1)
+    best = best.float()
+    weights = (best / temperature[:, None]).softmax(dim=-1)
+    terms = torch.where(weights > 0, -weights * weights.log(), 0.0)
+    kept = (terms.cumsum(dim=-1) <= (terms.sum(dim=-1) * top_h)[:, None]) & (weights > 0)
+    last = (kept.sum(dim=-1) - 1).clamp(min=0)
+    edge = best.gather(1, last[:, None])[:, 0]
+    return torch.where((top_h > 1) | ~best[:, 0].isfinite(), -torch.inf, edge)

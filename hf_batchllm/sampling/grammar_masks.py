@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from ..errors import NothingToDrawError
 from ..inputs.grammar_options import Grammar
 from ..kernels.reference.token_masks_torch import WORD, mask_tokens
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
 from .compiled_grammars import CompiledGrammars, error_of
-from .nothing_to_draw import NothingToDrawError
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as processors
 
+from ..errors import NothingToDrawError
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
 from ..kernels.lists.sampling_recipes import Recipe
@@ -25,7 +26,6 @@ from ..planning.requests_and_prefixes import Request
 from .device_options import cuts_of
 from .grammar_masks import GrammarMasks, TokenMasks
 from .noise import INVALID, Noise
-from .nothing_to_draw import NothingToDrawError
 from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains
 from .rows_together import Histories, TokensSoFar, apply_blind, apply_looking_back
 from .sampling_kernels import SamplingKernels

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from ..errors import NothingToDrawError
 from ..inputs.processors_and_criteria import CRITERIA, call_factory, callable_name, say_where
 from ..model.transfers import current_device, to_device
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..wording import either
-from .nothing_to_draw import NothingToDrawError
 from .stop_rules import StopRules
 from .stop_strings import StopStringSearch
 

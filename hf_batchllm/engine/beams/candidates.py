@@ -11,6 +11,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
+from ...errors import NothingToDrawError
 from ...inputs.base_model import base_model
 from ...inputs.options import Options
 from ...inputs.seeds import Seeds, as_int64, noise_key
@@ -20,7 +21,6 @@ from ...model.float64 import at_float64, has_float64
 from ...model.transfers import start_copy_to_host, to_device
 from ...notices import Notices
 from ...sampling.host_sampler import rows_at_once
-from ...sampling.nothing_to_draw import NothingToDrawError
 from ...sampling.processor_chains import ChainLayout, ProcessorChain, ProcessorChains
 from ...sampling.rows_together import Histories, apply_blind, apply_looking_back
 from ...sampling.step_tensors import StepTensors

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...planning.requests_and_prefixes import Request
 from ...planning.step import Chunk, Step
-from ...sampling.earlier_answers import EarlierAnswers
-from ...sampling.text_lookup import TextLookup
+from ...sampling.text_lookup import EarlierAnswers, TextLookup
 from ..cost import Times
 
 _FIRST_RATE = 0.7  # of guesses that are right, before any has been seen
