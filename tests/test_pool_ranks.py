@@ -144,7 +144,7 @@ def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
             assert ours == wanted
         alone.generate(prompts, max_new_tokens=4, progress=True)
         assert "20 / 20 done" in capsys.readouterr().err
-        with pytest.raises(AttributeError, match="no `stream`: results come in the end"):
+        with pytest.raises(AttributeError, match="no attribute 'stream': results come in the end"):
             alone.stream(prompts)
         with pytest.raises(ConfigError, match="`patience` is 0"):
             RankGenerator(build("llama"), patience=0)

@@ -97,17 +97,17 @@ class Load:
 class Ask:
     """Call ``function(generator, *given)``, and say what it gives. In it: the function, and what it is given."""
 
-    question: int
+    call: int  # its number, from which the answer is known
     content: Parcel
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run a part of a call. In it: a ``Part``. ``pieces``: numbers of units, of each piece."""
+    """Run a part of a call. In it: a ``Part``. ``piece_of``: the piece of each of its requests, by their numbers."""
 
     call: int
     part: Parcel
-    pieces: dict[int, list[int]]
+    piece_of: dict[int, int]
     began: float  # when the call did, as time.time() has it
 
 
@@ -141,12 +141,11 @@ class Ready:
     name: str  # of the model
     fingerprint: dict[str, str]  # of the model and its tokenizer
     costs: TokenCosts
-    seconds: float  # that loading took
 
 
 @dataclass(frozen=True)
 class Answered:
-    question: int
+    call: int
     value: Parcel
 
 
@@ -162,11 +161,10 @@ class Blame(Enum):
 class Failed:
     """An error in what was asked last, which has ended."""
 
+    call: int | None  # None: no model could be loaded
     error: Parcel
     text: str  # of the error, where it cannot be opened
     blame: Blame
-    call: int | None = None  # in which it happened
-    question: int | None = None
 
     def opened(self) -> BaseException:
         try:
@@ -177,17 +175,17 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Problems:
-    """Prompts, or places, that do not fit into the worker's memory, and why."""
+class Progress:
+    """What has come of the part that runs, since the last message of it.
 
-    call: int
-    problems: dict[Any, str]
+    problems: of prompts, or places, that do not fit into the worker's memory.
+    """
 
-
-@dataclass(frozen=True)
-class Results:
     call: int
     results: list[Any]
+    problems: dict[Any, str]
+    read: int  # tokens of prompts in this part, so far
+    written: int  # and of answers
 
 
 @dataclass(frozen=True)
@@ -199,23 +197,12 @@ class GivenUp:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What has been run of a call so far."""
-
-    call: int
-    read: int  # tokens of prompts
-    written: int  # tokens of answers
-
-
-@dataclass(frozen=True)
 class Done:
     """A part has been run, or was broken off; nothing more comes of it."""
 
     call: int
     report: RunReport | None  # without its plan
     seconds: float  # that it took
-    read: int  # tokens, as in Progress
-    written: int
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,10 @@ class PartGenerator(BatchGenerator):
         job = ScoreJob.of(self._checked_scores(given))
         return job, self._keyed(job.job)
 
+    def texts_of(self, lists: Sequence[list[int]]) -> list[str | None]:
+        """Of token ids; None where there is no tokenizer."""
+        return [self._tokenizer.decode(ids) for ids in lists]
+
     def token_costs(self) -> TokenCosts:
         """What reading keys and values costs beside running a token, on this card with this model."""
         device, weights = self.architecture.device, sum(each.numel() for each in self.model.parameters())

@@ -8,19 +8,18 @@ delivered is run by the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..notices import Notices
 from ..planning.pieces import Split
 from ..wording import counted
 from .crew import Crew
-from .messages import Blame, Died, Done, Failed, GivenUp, GiveUp, Parcel, Problems, Progress, Results, Run, Stop
+from .messages import Blame, Died, Done, Failed, GivenUp, GiveUp, Parcel, Progress, Run, Stop
 from .share import Share
-from .work import Work
+from .work import Work, key_of
 from .worker_handle import WorkerHandle
 
-_EVENTS_EVERY = 0.5  # seconds, after which processes are looked after if nothing comes
 _LAST_REPORTS = 10.0  # seconds for a worker's report, once all results are there
 _MOST_DEVICES = 2  # that a piece may cost
 
@@ -28,7 +27,6 @@ _MOST_DEVICES = 2  # that a piece may cost
 class PoolCall:
     def __init__(
         self,
-        number: int,
         crew: Crew,
         workers: Sequence[WorkerHandle],  # that have a share each
         work: Work,
@@ -36,7 +34,7 @@ class PoolCall:
         notices: Notices,
         strict: bool,  # units that do not fit are an error of the call, not of theirs alone
     ) -> None:
-        self.number = number
+        self.number = next(crew.numbers)
         self.began = time.time()
         self._clock = time.perf_counter()
         self._ended_at: float | None = None
@@ -45,18 +43,16 @@ class PoolCall:
         self._split = split
         self._notices = notices
         self._strict = strict
-        self._units = [[work.unit(place) for place in piece.prompts] for piece in split.pieces]
+        self._units = [piece.prompts for piece in split.pieces]
         self._piece_of = {unit: piece for piece, units in enumerate(self._units) for unit in units}
-        self._missing = {unit: set(work.keys(unit)) for units in self._units for unit in units}
+        self._missing = {unit: set(keys) for unit, keys in enumerate(work.keys)}
         self._costs = [split.cost(piece) for piece in range(len(self._units))]  # of what is left of each piece
         self._whole = self._cost_open = sum(self._costs)
         self._devices_lost = [0] * len(self._units)  # over each piece
         self._free: list[int] = []  # pieces that no worker has
         self._empty: set[WorkerHandle] = set()  # of whom nothing is to be had
         self._last_error: BaseException | None = None
-        self.shares = {
-            worker: Share(waiting=list(pieces)) for worker, pieces in zip(workers, split.shares, strict=True)
-        }
+        self.shares = {worker: Share(set(pieces)) for worker, pieces in zip(workers, split.shares, strict=True)}
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -65,7 +61,7 @@ class PoolCall:
         try:
             while self._missing:
                 self._feed()
-                event = self._crew.next_event(_EVENTS_EVERY)
+                event = self._crew.next_event()
                 if event is not None:
                     yield from self._take(*event)
                 watch()
@@ -73,8 +69,7 @@ class PoolCall:
         finally:
             self.stop()
             for share in self.shares.values():
-                if share.began is not None:
-                    share.break_off()
+                share.end_part()
             self._ended_at = time.perf_counter()
 
     def stop(self) -> None:
@@ -89,7 +84,7 @@ class PoolCall:
         while time.monotonic() < until and any(
             share.began is not None and not worker.dead for worker, share in self.shares.items()
         ):
-            event = self._crew.next_event(_EVENTS_EVERY)
+            event = self._crew.next_event()
             if event is not None:
                 list(self._take(*event))
 
@@ -126,28 +121,28 @@ class PoolCall:
             self._without(worker, message.why)
         elif getattr(message, "call", None) != self.number:
             pass  # of an earlier call, or of none
-        elif isinstance(message, Results):
-            yield from self._collect(worker, message.results)
         elif isinstance(message, Progress):
             share = self.shares[worker]
             share.read_now, share.written_now = message.read, message.written
+            if message.problems:
+                self._set_aside(message.problems)
+            yield from self._collect(share, message.results)
         elif isinstance(message, GivenUp):
             self._hand_over(worker, message.pieces)
-        elif isinstance(message, Problems):
-            self._set_aside(message.problems)
         elif isinstance(message, Done):
-            self._ended(worker, message)
+            self.shares[worker].end_part(message.report, message.seconds)
+            self._release(self.shares[worker])
         elif isinstance(message, Failed):
             self._failed(worker, message)
 
-    def _collect(self, worker: WorkerHandle, results: Sequence[Any]) -> Iterator[Any]:
+    def _collect(self, share: Share, results: Sequence[Any]) -> Iterator[Any]:
         for result in results:
-            key = self._work.key(result)
-            unit = self._work.unit_of(key)
+            key = key_of(result)
+            unit = self._work.unit_of[key]
             missing = self._missing.get(unit)
             if missing is None or key not in missing:
                 continue  # a worker that was lost had delivered it
-            self.shares[worker].ran.add(self._piece_of[unit])
+            share.ran.add(self._piece_of[unit])
             missing.remove(key)
             if not missing:
                 self._close(unit)
@@ -166,18 +161,8 @@ class PoolCall:
         self._work.problems.update(problems)
         if self._strict:
             raise self._work.error()
-        for unit in self._work.problem_units(problems):
+        for unit in self._work.units_with(problems):
             self._close(unit)
-
-    def _ended(self, worker: WorkerHandle, message: Done) -> None:
-        share = self.shares[worker]
-        if message.report is None:
-            share.untold += message.read
-        else:
-            share.reports.append(message.report)
-        share.end_part(message.read, message.written)
-        share.running_seconds += message.seconds
-        self._release(share)
 
     def _failed(self, worker: WorkerHandle, message: Failed) -> None:
         error = message.opened()
@@ -191,17 +176,13 @@ class PoolCall:
             if max(self._devices_lost, default=0) >= _MOST_DEVICES:
                 raise error
             return  # the worker ends
-        share.break_off()
+        share.end_part()
         share.out = f"ran out of memory ({message.text[:300]})"
         self._tell_of(worker, share.out, self._release(share))
 
     def _release(self, share: Share) -> int:
         """What is left of a worker's pieces is anybody's. Gives the number of prompts."""
-        left = [piece for piece in sorted({*share.pieces, *share.waiting}) if self._is_open(piece)]
-        if share.waiting and not share.out:  # it is to have these
-            left = [piece for piece in left if piece not in set(share.waiting)]
-        else:
-            share.waiting.clear()
+        left = [piece for piece in sorted(share.pieces) if self._is_open(piece)]
         share.pieces.clear()
         self._free += left
         return sum(unit in self._missing for piece in left for unit in self._units[piece])
@@ -221,9 +202,7 @@ class PoolCall:
             share = self.shares[worker]
             if not worker.free or share.began is not None or share.asked is not None:
                 continue
-            if share.waiting:
-                pieces, share.waiting = share.waiting, []
-                self._give(worker, pieces)
+            self._give(worker, share.pieces)
             if share.began is None:
                 idle.append(worker)
         for left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
@@ -234,15 +213,16 @@ class PoolCall:
             else:
                 self._ask_another(worker)
 
-    def _give(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
-        units = {piece: [unit for unit in self._units[piece] if unit in self._missing] for piece in pieces}
-        units = {piece: some for piece, some in units.items() if some}
+    def _give(self, worker: WorkerHandle, pieces: Iterable[int]) -> None:
+        """These are all that it has. Nothing is to run where all of their results have come."""
+        share = self.shares[worker]
+        share.pieces = {piece for piece in pieces if self._is_open(piece)}
+        units = sorted(unit for piece in share.pieces for unit in self._units[piece] if unit in self._missing)
         if not units:
             return
-        part = self._work.part(sorted(unit for some in units.values() for unit in some))
-        message = Run(self.number, Parcel.of(part, "an option of this call"), units, self.began)
-        share = self.shares[worker]
-        share.pieces.update(units)
+        part = self._work.part(units)
+        piece_of = dict(zip(part.numbers, map(self._piece_of.__getitem__, units), strict=True))
+        message = Run(self.number, Parcel.of(part, "an option of this call"), piece_of, self.began)
         share.began = time.perf_counter()
         worker.begin(message)
         self._empty.discard(worker)
@@ -258,9 +238,9 @@ class PoolCall:
         if other is None or not unbegun[other]:
             return
         share = self.shares[other]
-        if share.waiting:  # it is not free yet, nobody knows for how long: half of it, and in the end all
-            keep = len(share.waiting) // 2
-            wanted, share.waiting = share.waiting[keep:], share.waiting[:keep]
+        if share.began is None:  # it is not free yet, nobody knows for how long: half of it, and in the end all
+            wanted = unbegun[other][len(unbegun[other]) // 2 :]
+            share.pieces.difference_update(wanted)
             self._give(worker, wanted)
             return
         wanted = self._split.half_of(unbegun[other], sum(self._costs[piece] for piece in share.pieces))
@@ -272,7 +252,7 @@ class PoolCall:
 
     def _unbegun(self, worker: WorkerHandle) -> list[int]:
         share = self.shares[worker]
-        return [piece for piece in share.waiting or sorted(share.pieces - share.ran) if self._is_open(piece)]
+        return [piece for piece in sorted(share.pieces - share.ran) if self._is_open(piece)]
 
     def _hand_over(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
         self.shares[worker].pieces.difference_update(pieces)
@@ -285,8 +265,7 @@ class PoolCall:
 
     def _without(self, worker: WorkerHandle, why: str) -> None:
         share = self.shares[worker]
-        if share.began is not None:
-            share.break_off()
+        share.end_part()
         already = bool(share.out)
         share.out, share.asked = why, None
         prompts = self._release(share)

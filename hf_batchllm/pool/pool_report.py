@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..inputs.seeds import without_numbers
+from ..results.generations import Generation
 from ..results.run_report import RunReport, WorkerReport
 from ..results.scores import Score
 from ..results.sharing_plan import SharingPlan
@@ -21,36 +22,17 @@ _ADDED = (
 _SAID = ("fused", "graphs", "states")  # alike in all workers, or nearly
 
 
-@dataclass
-class Tally:
-    """What results hold, counted as they come."""
-
-    finished: int = 0
-    new_tokens: int = 0
-    scored_tokens: int = 0
-
-    def add(self, result: Any) -> None:
-        self.finished += 1
-        if isinstance(result, Score):
-            self.scored_tokens += len(result.token_ids)
-        else:
-            self.new_tokens += len(result.token_ids)
-
-    @classmethod
-    def of(cls, parts: Iterable[Tally]) -> Tally:
-        whole = cls()
-        for part in parts:
-            whole.finished += part.finished
-            whole.new_tokens += part.new_tokens
-            whole.scored_tokens += part.scored_tokens
-        return whole
+def count_in(counts: Counter[str], result: Generation | Score) -> None:
+    """What results hold is counted as they come."""
+    kind = "scored_tokens" if isinstance(result, Score) else "new_tokens"
+    counts.update({"finished": 1, kind: len(result.token_ids)})
 
 
 def report_of(
     shares: Sequence[tuple[str, Share]],  # each with what its process is called
     plan: SharingPlan,
     work: Work,
-    tally: Tally,
+    counts: Counter[str],  # of all results
     *,
     expected: int,  # results of the whole call
     over: bool,  # whether all of them are there
@@ -68,11 +50,11 @@ def report_of(
     computed, total = sums["computed_tokens"], work.prompt_tokens
     return RunReport(
         sequences=expected,
-        finished=tally.finished,
+        finished=counts["finished"],
         prompt_tokens=total,
         saving=1 - computed / total if over and total else plan.saving,
-        new_tokens=tally.new_tokens,
-        scored_tokens=tally.scored_tokens,
+        new_tokens=counts["new_tokens"],
+        scored_tokens=counts["scored_tokens"],
         seconds=planning_seconds + seconds,
         planning_seconds=planning_seconds,
         seed=without_numbers(work.job.seed),

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class Share:
     """Of a worker of a pool, or of a rank."""
 
-    waiting: list[int] = field(default_factory=list)  # pieces that it is given once it is free
-    pieces: set[int] = field(default_factory=set)  # that it was given, and has not ended
+    pieces: set[int] = field(default_factory=set)  # that it runs, or is given once it is free
     ran: set[int] = field(default_factory=set)  # of which it has delivered results
     asked: WorkerHandle | None = None  # who it is to take work from
     out: str = ""  # why it has no part in this call any more
@@ -31,16 +30,17 @@ class Share:
     untold: int = 0  # tokens read in parts of which there is no report
     reports: list[RunReport] = field(default_factory=list)
 
-    def end_part(self, read: int, written: int) -> None:
-        self.read, self.written = self.read + read, self.written + written
+    def end_part(self, report: RunReport | None = None, running_seconds: float | None = None) -> None:
+        """The part that runs, if one does. ``running_seconds``: as the worker says; None if it says nothing more."""
+        if self.began is None:
+            return
+        passed = time.perf_counter() - self.began
+        self.seconds += passed
+        self.running_seconds += passed if running_seconds is None else running_seconds
+        if report is None:
+            self.untold += self.read_now
+        else:
+            self.reports.append(report)
+        self.read, self.written = self.read + self.read_now, self.written + self.written_now
         self.read_now = self.written_now = 0
-        if self.began is not None:
-            self.seconds += time.perf_counter() - self.began
-            self.began = None
-
-    def break_off(self) -> None:
-        """No report will come of the part that runs."""
-        self.untold += self.read_now
-        if self.began is not None:
-            self.running_seconds += time.perf_counter() - self.began
-        self.end_part(self.read_now, self.written_now)
+        self.began = None
