@@ -74,11 +74,10 @@ class GeneratorPool(ListCalls):
         patience: float = PATIENCE,
         **fields: Unpack[ConfigFields],
     ) -> None:
-        super().__init__(BatchConfig.of(config, dict(fields)))
+        super().__init__(BatchConfig.of(config, dict(fields)), Notices())
         patience = checked_patience(patience)
         load, tokenizer = loader_for(model, model_options, processes=tp), sendable_tokenizer(tokenizer)
         devices = worker_devices(gpus, tp)
-        self._notices = Notices()
         # An object, or the path or name that it comes from; None if a worker is asked for it.
         self._tokenizer: Any = getattr(load, "name", None) if tokenizer is None else tokenizer
 
@@ -120,25 +119,10 @@ class GeneratorPool(ListCalls):
         **generate_kwargs: Unpack[GenerateOptions],
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once."""
-        return self._stream_named(
-            None, prompts, generation_config, seed=seed, on_error=on_error, progress=progress, **generate_kwargs
-        )
-
-    def _stream_named(
-        self,
-        names: Sequence[str] | None,  # of the prompts, in warnings
-        prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        *,
-        seed: Seeds | None,
-        on_error: str,
-        progress: bool | None,
-        **options: Any,
-    ) -> Iterator[Generation]:
         check_progress(progress)
         began = time.perf_counter()
         with self._taking():
-            work = self._generate_work(prompts, generation_config, seed, on_error, options, names)
+            work = self._generate_work(prompts, generation_config, seed, on_error, dict(generate_kwargs))
         return self._streamed(work, on_error == "raise", progress or False, time.perf_counter() - began)
 
     def _streamed(self, work: Work, strict: bool, progress: bool, planning_seconds: float) -> Iterator[Any]:
@@ -190,19 +174,11 @@ class GeneratorPool(ListCalls):
     def _found(self, function: Callable[..., Any], *given: Any) -> Any:
         return self._crew.ask(function, *given)
 
-    def _generate_work(
-        self,
-        prompts: Any,
-        config: Any,
-        seed: Any,
-        on_error: str,
-        options: dict[str, Any],
-        names: Sequence[str] | None = None,
-    ) -> Work:
+    def _generate_work(self, prompts: Any, config: Any, seed: Any, on_error: str, options: dict[str, Any]) -> Work:
         if options.get("assistant_model") is not None:
             why = "is a model of this process, and those of the pool have none: leave it out, or use BatchGenerator"
             raise OptionValueError("assistant_model", why)
-        return super()._generate_work(prompts, config, seed, on_error, options, names)
+        return super()._generate_work(prompts, config, seed, on_error, options)
 
     def _run(self, make: Callable[[], Work], strict: bool, progress: bool | None, index: Any) -> Finished[Any]:
         finished: Finished[Any] = FinishedGenerations()

@@ -18,6 +18,7 @@ from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from ..inputs.prompts import as_list
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
+from ..notices import Notices
 from ..results.dataframes import index_of
 from ..results.generations import BatchResult
 from ..results.missing_names import OF_A_GENERATOR, no_such
@@ -37,8 +38,9 @@ class ListCalls(ABC):
     _instead: Mapping[str, str] = OF_A_GENERATOR  # what to write for names that it does not have
     _still_running: str  # in the words of an error
 
-    def __init__(self, config: BatchConfig) -> None:
+    def __init__(self, config: BatchConfig, notices: Notices) -> None:
         self._config = config
+        self._notices = notices
         self._running = self._closed = False
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
@@ -124,17 +126,9 @@ class ListCalls(ABC):
         with self._taking():
             return self._found(function, *given)
 
-    def _generate_work(
-        self,
-        prompts: Any,
-        config: Any,
-        seed: Any,
-        on_error: str,
-        options: dict[str, Any],
-        names: Sequence[str] | None = None,  # of the prompts, in warnings
-    ) -> Work:
-        ask = partial(self._found, PartGenerator.checked_job)
-        return GenerateWork.checked(ask, prompts, config, seed, on_error, options, names, self._config)
+    def _generate_work(self, prompts: Any, config: Any, seed: Any, on_error: str, options: dict[str, Any]) -> Work:
+        ask, settings = partial(self._found, PartGenerator.checked_job), (config, seed, on_error, options)
+        return GenerateWork.checked(ask, prompts, settings, self._notices.names, self._config)
 
     @abstractmethod
     def _found(self, function: Callable[..., Any], *given: Any) -> Any:

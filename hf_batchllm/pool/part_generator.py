@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,6 @@ from ..sampling.call_grammars import CallGrammars
 from ..sampling.stop_rules import StopRules
 
 Begin = Callable[[Call], Callable[[Request], list[Any]]]  # gives what makes results of a request that has ended
-AS_PASSED = Prompt(np.empty(0, np.int32))
 _NO_PLAN = plan_sharing([])
 
 
@@ -60,29 +58,31 @@ class PartGenerator(BatchGenerator):
         on_error: str,
         options: dict[str, Any],
         names: Sequence[str] | None,
-    ) -> tuple[Job, list[Hashable]]:
-        """The checked call of ``generate``, and the key of each good prompt in the plan. ``names``: of prompts.
+    ) -> Job:
+        """The checked call of ``generate``, with the prompts as the plan takes them. ``names``: of prompts.
 
-        A prompt that runs as it was passed is ``AS_PASSED``: it need not be sent back.
+        A prompt that runs as it was passed is empty: it need not be sent back.
         """
         self._refuse_if_closed()
-        with self._named(names):
+        with self._notices.naming(names):
             job = self._checks.job(self.architecture, prompts, config, seed, on_error, options)
         if job.feed is not None:
             raise OptionValueError("streamer", "follows one sequence in its own process: use BatchGenerator")
-        keys = [prompt.key for prompt in self._keyed(job)]
-        good = [
-            AS_PASSED if isinstance(passed := prompts[place], np.ndarray) and len(passed) == len(prompt) else prompt
-            for place, prompt in zip(job.places, job.prompts, strict=True)
-        ]
+        good = self._keyed(job)
+        empty = {key: Prompt(np.empty(0, np.int32), key) for key in {prompt.key for prompt in good}}
+        for at, prompt in enumerate(good):
+            passed = prompts[job.places[at]]
+            if isinstance(passed, np.ndarray) and len(passed) == len(prompt):
+                good[at] = empty[prompt.key]
         # Workers find their own rules, which may hold tables of the whole vocabulary; the pool knows the prompts.
-        return replace(job, prompts=good, rules=[], passed=None), keys
+        return replace(job, prompts=good, rules=[], passed=None)
 
-    def checked_scores(self, given: tuple[Any, ...]) -> tuple[ScoreJob, list[Prompt]]:
-        """The checked call of ``score``, and the sequences to run as the plan takes them."""
+    def checked_scores(self, *given: Any) -> ScoreJob:
+        """The checked call of ``score``, with the sequences to run as the plan takes them."""
         self._refuse_if_closed()
-        job = ScoreJob.of(self._checked_scores(given))
-        return job, self._keyed(job.job)
+        scores = ScoreJob.of(self._checked_scores(given))
+        scores.job = replace(scores.job, prompts=self._keyed(scores.job))
+        return scores
 
     def texts_of(self, lists: Sequence[list[int]]) -> list[str | None]:
         """Of token ids; None where there is no tokenizer."""
@@ -96,14 +96,6 @@ class PartGenerator(BatchGenerator):
         card = card_on(device)
         token = 2 * weights / card.operations
         return TokenCosts(self.architecture.kv_bytes_per_token / card.bytes / token)
-
-    @contextmanager
-    def _named(self, names: Sequence[str] | None) -> Iterator[None]:
-        if names is None:
-            yield
-        else:
-            with self._notices.naming(names.__getitem__):
-                yield
 
     def _keyed(self, job: Job) -> list[Prompt]:
         adapters = AdapterTurns(self._resources.model_in_use(), job.adapters)

@@ -62,8 +62,8 @@ class RankGenerator(ListCalls):
                 "which run one list together, and a RankGenerator gives each rank a part of the list: use "
                 "BatchGenerator(model) on each of them, with the whole list"
             )
-        super().__init__(self._generator.config)
-        self._ranks = Ranks(checked_patience(patience), self._generator._notices)
+        super().__init__(self._generator.config, self._generator._notices)
+        self._ranks = Ranks(checked_patience(patience), self._notices)
         self._calls = RankCalls(self._generator, self._ranks, everywhere)
 
     @property

@@ -40,7 +40,7 @@ def key_of(result: Generation | Score) -> Key:
 
 
 class Work(ABC):
-    """``job``: what the engine is asked for, were it one process; ``keyed``: its prompts; ``keys``: of results.
+    """``job``: what the engine is asked for, were it one process. ``keys``: of the results that come of each unit.
 
     problems: what cannot be run, and why; units that do not fit come in later.
     prompt_tokens: those that each result by itself would run over, added up.
@@ -49,12 +49,9 @@ class Work(ABC):
     prompt_tokens: int
     finished: Finished[Any]  # a place for results
 
-    def __init__(
-        self, job: Job, keyed: Sequence[Prompt], keys: list[list[Key]], problems: dict[Any, str], config: BatchConfig
-    ) -> None:
+    def __init__(self, job: Job, keys: list[list[Key]], problems: dict[Any, str], config: BatchConfig) -> None:
         self.job = job
-        self.keyed = keyed
-        self.keys = keys  # of each unit
+        self.keys = keys
         self.unit_of = {key: unit for unit, some in enumerate(keys) for key in some}
         self.problems = problems
         self._config = config
@@ -63,13 +60,13 @@ class Work(ABC):
     def plan(self) -> SharingPlan:
         """Of all sequences, for the report."""
         job = self.job
-        plan: SharingPlan = CallPlan(self.keyed, job.runs, job.max_new_tokens, job.widths, self._config).sharing
+        plan: SharingPlan = CallPlan(job.prompts, job.runs, job.max_new_tokens, job.widths, self._config).sharing
         return plan
 
     @property
     def sequences(self) -> list[Prompt]:
         """The prompts of the plan: each once for each of its sequences."""
-        return [prompt for prompt, count in zip(self.keyed, self.job.runs, strict=True) for _ in range(count)]
+        return [prompt for prompt, count in zip(self.job.prompts, self.job.runs, strict=True) for _ in range(count)]
 
     def split(self, processes: int, costs: TokenCosts) -> Split:
         """Pieces of units."""
@@ -77,7 +74,7 @@ class Work(ABC):
         samples = job.samples if job.widths is None else job.widths
         tokens = [count * new for count, new in zip(samples, job.max_new_tokens, strict=True)]
         once = all(count == 1 for count in samples)
-        plan = self.plan if once else make_plan(list(self.keyed), self._config, tokens)
+        plan = self.plan if once else make_plan(job.prompts, self._config, tokens)
         return split_plan(plan, tokens, processes, costs, samples)
 
     def units_with(self, problems: Iterable[int | Key]) -> set[int]:
@@ -101,10 +98,10 @@ class Work(ABC):
 
 
 class GenerateWork(Work):
-    def __init__(self, job: Job, keyed: Sequence[Prompt], config: BatchConfig) -> None:
+    def __init__(self, job: Job, config: BatchConfig) -> None:
         counted = zip(job.places, job.samples, strict=True)
         keys = [[(number, sample) for sample in range(count)] for number, count in counted]
-        super().__init__(job, keyed, keys, job.problems, config)
+        super().__init__(job, keys, job.problems, config)
         self.prompt_tokens = sum(len(prompt) * count for prompt, count in zip(job.prompts, job.samples, strict=True))
         self.finished = FinishedGenerations()
         self.finished.expected = job.sequences
@@ -115,30 +112,26 @@ class GenerateWork(Work):
         cls,
         ask: Callable[..., Any],  # PartGenerator.checked_job of the process that checks
         prompts: Any,
-        config: Any,
-        seed: Any,
-        on_error: str,
-        options: dict[str, Any],
+        settings: tuple[Any, ...],  # the further arguments of ``generate`` in their order, the last ones as a dict
         names: Sequence[str] | None,  # of the prompts, in warnings
-        batch_config: BatchConfig,
+        config: BatchConfig,
     ) -> GenerateWork:
-        if take_padded(prompts, options) is not None:
+        if take_padded(prompts, settings[-1]) is not None:
             raise ValueError(
                 "several processes take a list of prompts: pass a tensor's rows as a list, without padding"
             )
         passed = listed(as_list(prompts))
         arrays = with_arrays(passed)
-        job, keys = ask(arrays, config, seed, on_error, options, names)
+        job: Job = ask(arrays, *settings, names)
         good = zip(job.places, job.prompts, strict=True)
         job = replace(
             job,
-            prompts=[prompt if len(prompt) else Prompt(arrays[place]) for place, prompt in good],
+            prompts=[prompt if len(prompt) else Prompt(arrays[place], prompt.key) for place, prompt in good],
             passed=as_passed(passed),
         )
-        keyed = [prompt.with_key(key) for prompt, key in zip(job.prompts, keys, strict=True)]
         if job.seed_is_drawn:  # of this process's random numbers, as one process would
             job = replace(job, seed=int(torch.randint(2**63 - 1, (), device="cpu").item()))
-        return cls(job, keyed, batch_config)
+        return cls(job, config)
 
     def part(self, units: Sequence[int]) -> Part:
         job = self.job
@@ -166,11 +159,11 @@ class GenerateWork(Work):
 
 
 class ScoreWork(Work):
-    def __init__(self, scores: ScoreJob, keyed: Sequence[Prompt], config: BatchConfig) -> None:
+    def __init__(self, scores: ScoreJob, config: BatchConfig) -> None:
         self.scores = scores
         inputs = scores.inputs
         keys = [[(inputs.items[each].index, inputs.items[each].choice) for each in some] for some in scores.readers]
-        super().__init__(scores.job, keyed, keys, inputs.problems, config)
+        super().__init__(scores.job, keys, inputs.problems, config)
         self.prompt_tokens = sum(len(item.ids) - 1 for item in inputs.items)
         self.finished = FinishedScores()
         self.finished.inputs, self.finished.expected = inputs, len(inputs.items)
@@ -178,12 +171,11 @@ class ScoreWork(Work):
     @classmethod
     def checked(
         cls,
-        ask: Callable[..., tuple[ScoreJob, list[Prompt]]],  # PartGenerator.checked_scores of the process that checks
+        ask: Callable[..., ScoreJob],  # PartGenerator.checked_scores of the process that checks
         given: tuple[Any, ...],  # the arguments of ``score`` in their order
         config: BatchConfig,
     ) -> ScoreWork:
-        scores, keyed = ask(tuple(listed(each) if isinstance(each, Iterator) else each for each in given))
-        return cls(scores, keyed, config)
+        return cls(ask(*(listed(each) if isinstance(each, Iterator) else each for each in given)), config)
 
     def part(self, units: Sequence[int]) -> Part:
         inputs, readers = self.scores.inputs, self.scores.readers
