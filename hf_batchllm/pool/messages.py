@@ -113,9 +113,8 @@ class Run:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Another worker has run out of work: give it those of these pieces that have not begun."""
+    """Another worker runs these pieces of the latest part: run none of them that has not begun."""
 
-    call: int
     pieces: Sequence[int]
 
 
@@ -189,11 +188,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class GivenUp:
-    """The answer to ``GiveUp``: these pieces will not be run here."""
+class Begun:
+    """This piece has begun: nobody takes it over any more."""
 
     call: int
-    pieces: list[int]
+    piece: int
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..notices import Notices
 from ..planning.pieces import Split
 from ..wording import counted
 from .crew import Crew
-from .messages import Blame, Died, Done, Failed, GivenUp, GiveUp, Parcel, Progress, Run, Stop
+from .messages import Begun, Blame, Died, Done, Failed, GiveUp, Parcel, Progress, Run, Stop
 from .share import Share
 from .work import Work, key_of
 from .worker_handle import WorkerHandle
@@ -46,11 +46,10 @@ class PoolCall:
         self._units = [piece.prompts for piece in split.pieces]
         self._piece_of = {unit: piece for piece, units in enumerate(self._units) for unit in units}
         self._missing = {unit: set(keys) for unit, keys in enumerate(work.keys)}
-        self._costs = [split.cost(piece) for piece in range(len(self._units))]  # of what is left of each piece
-        self._whole = self._cost_open = sum(self._costs)
+        self._left = [len(units) for units in self._units]  # of each piece, units that have not all of their results
+        self._whole = self._cost(range(len(self._units)))
         self._devices_lost = [0] * len(self._units)  # over each piece
         self._free: list[int] = []  # pieces that no worker has
-        self._empty: set[WorkerHandle] = set()  # of whom nothing is to be had
         self._last_error: BaseException | None = None
         self.shares = {worker: Share(set(pieces)) for worker, pieces in zip(workers, split.shares, strict=True)}
 
@@ -110,7 +109,11 @@ class PoolCall:
     @property
     def share_done(self) -> float:
         """Of the whole cost, as far as results have come."""
-        return 1 - self._cost_open / self._whole if self._whole else 1.0
+        return 1 - self._cost(range(len(self._units))) / self._whole if self._whole else 1.0
+
+    def _cost(self, pieces: Iterable[int]) -> float:
+        """Of what is left of them."""
+        return sum(self._split.cost(piece) * self._left[piece] / len(self._units[piece]) for piece in pieces)
 
     # -- what comes in -------------------------------------------------------------------------------------------
 
@@ -127,8 +130,8 @@ class PoolCall:
             if message.problems:
                 self._set_aside(message.problems)
             yield from self._collect(share, message.results)
-        elif isinstance(message, GivenUp):
-            self._hand_over(worker, message.pieces)
+        elif isinstance(message, Begun):
+            self.shares[worker].begun.add(message.piece)
         elif isinstance(message, Done):
             self.shares[worker].end_part(message.report, message.seconds)
             self._release(self.shares[worker])
@@ -151,10 +154,7 @@ class PoolCall:
     def _close(self, unit: int) -> None:
         """It has all of its results, or will never have them."""
         if self._missing.pop(unit, None) is not None:
-            piece = self._piece_of[unit]
-            cost = self._split.cost(piece) / len(self._units[piece])
-            self._costs[piece] -= cost
-            self._cost_open -= cost
+            self._left[self._piece_of[unit]] -= 1
 
     def _set_aside(self, problems: dict[Any, str]) -> None:
         """Units that do not fit into a worker's memory."""
@@ -172,7 +172,7 @@ class PoolCall:
         share = self.shares[worker]
         if message.blame is Blame.DEVICE:
             for piece in share.ran & share.pieces:
-                self._devices_lost[piece] += self._is_open(piece)
+                self._devices_lost[piece] += self._left[piece] > 0
             if max(self._devices_lost, default=0) >= _MOST_DEVICES:
                 raise error
             return  # the worker ends
@@ -182,13 +182,10 @@ class PoolCall:
 
     def _release(self, share: Share) -> int:
         """What is left of a worker's pieces is anybody's. Gives the number of prompts."""
-        left = [piece for piece in sorted(share.pieces) if self._is_open(piece)]
+        left = [piece for piece in sorted(share.pieces) if self._left[piece]]
         share.pieces.clear()
         self._free += left
-        return sum(unit in self._missing for piece in left for unit in self._units[piece])
-
-    def _is_open(self, piece: int) -> bool:
-        return any(unit in self._missing for unit in self._units[piece])
+        return sum(self._left[piece] for piece in left)
 
     # -- who runs what -------------------------------------------------------------------------------------------
 
@@ -200,7 +197,7 @@ class PoolCall:
         idle = []
         for worker in here:
             share = self.shares[worker]
-            if not worker.free or share.began is not None or share.asked is not None:
+            if not worker.free or share.began is not None:
                 continue
             self._give(worker, share.pieces)
             if share.began is None:
@@ -211,12 +208,13 @@ class PoolCall:
                 pieces, self._free = self._free[:count], self._free[count:]
                 self._give(worker, pieces)
             else:
-                self._ask_another(worker)
+                self._take_over(worker)
 
     def _give(self, worker: WorkerHandle, pieces: Iterable[int]) -> None:
         """These are all that it has. Nothing is to run where all of their results have come."""
         share = self.shares[worker]
-        share.pieces = {piece for piece in pieces if self._is_open(piece)}
+        share.pieces = {piece for piece in pieces if self._left[piece]}
+        share.begun.clear()
         units = sorted(unit for piece in share.pieces for unit in self._units[piece] if unit in self._missing)
         if not units:
             return
@@ -225,54 +223,31 @@ class PoolCall:
         message = Run(self.number, Parcel.of(part, "an option of this call"), piece_of, self.began)
         share.began = time.perf_counter()
         worker.begin(message)
-        self._empty.discard(worker)
 
-    def _ask_another(self, worker: WorkerHandle) -> None:
-        """Look for pieces that another has not begun, as far as can be told from here."""
-        asked = {share.asked for share in self.shares.values()}
+    def _take_over(self, worker: WorkerHandle) -> None:
+        """Pieces that another has not begun, as far as is known here: what begins in this moment is run by both."""
         others = [each for each in self.shares if each is not worker and not each.dead]
-        others = [each for each in others if each not in asked and each not in self._empty]
-        unbegun = {each: self._unbegun(each) for each in others}
-        costs = {each: sum(map(self._split.cost, pieces)) for each, pieces in unbegun.items()}
-        other = max(others, key=costs.__getitem__, default=None)
-        if other is None or not unbegun[other]:
-            return
-        share = self.shares[other]
-        if share.began is None:  # it is not free yet, nobody knows for how long: half of it, and in the end all
-            wanted = unbegun[other][len(unbegun[other]) // 2 :]
-            share.pieces.difference_update(wanted)
-            self._give(worker, wanted)
-            return
-        wanted = self._split.half_of(unbegun[other], sum(self._costs[piece] for piece in share.pieces))
-        if not wanted:
-            self._empty.add(other)
-            return
-        self.shares[worker].asked = other
-        other.tell(GiveUp(self.number, wanted))
+        unbegun = {each: self._unbegun(self.shares[each]) for each in others}
+        for other in sorted(unbegun, key=lambda each: sum(map(self._split.cost, unbegun[each])), reverse=True):
+            share, pieces = self.shares[other], unbegun[other]
+            if share.began is None:  # it is not free yet, nobody knows for how long: half of it, and in the end all
+                wanted = pieces[len(pieces) // 2 :]
+            else:
+                wanted = self._split.half_of(pieces, self._cost(share.pieces))
+            if wanted:
+                share.pieces.difference_update(wanted)
+                other.tell(GiveUp(wanted))
+                self._give(worker, wanted)
+                return
 
-    def _unbegun(self, worker: WorkerHandle) -> list[int]:
-        share = self.shares[worker]
-        return [piece for piece in sorted(share.pieces - share.ran) if self._is_open(piece)]
-
-    def _hand_over(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
-        self.shares[worker].pieces.difference_update(pieces)
-        if not pieces:
-            self._empty.add(worker)
-        self._free += pieces
-        for share in self.shares.values():
-            if share.asked is worker:
-                share.asked = None
+    def _unbegun(self, share: Share) -> list[int]:
+        return [piece for piece in sorted(share.pieces - share.begun) if self._left[piece]]
 
     def _without(self, worker: WorkerHandle, why: str) -> None:
         share = self.shares[worker]
         share.end_part()
-        already = bool(share.out)
-        share.out, share.asked = why, None
+        already, share.out = bool(share.out), why
         prompts = self._release(share)
-        for each in self.shares.values():
-            if each.asked is worker:
-                each.asked = None
-        self._empty.clear()
         if not already or prompts:
             self._tell_of(worker, why, prompts)
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..results.run_report import RunReport
-
-if TYPE_CHECKING:
-    from .worker_handle import WorkerHandle
 
 
 @dataclass
@@ -17,8 +13,8 @@ class Share:
     """Of a worker of a pool, or of a rank."""
 
     pieces: set[int] = field(default_factory=set)  # that it runs, or is given once it is free
+    begun: set[int] = field(default_factory=set)  # in the part that runs
     ran: set[int] = field(default_factory=set)  # of which it has delivered results
-    asked: WorkerHandle | None = None  # who it is to take work from
     out: str = ""  # why it has no part in this call any more
     began: float | None = None  # when it was given the part that runs
     seconds: float = 0.0  # at work, in parts that are over

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 import warnings
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,11 +25,11 @@ from .followers import FOLDER, Followers
 from .messages import (
     Answered,
     Ask,
+    Begun,
     Blame,
     Done,
     End,
     Failed,
-    GivenUp,
     GiveUp,
     Load,
     Parcel,
@@ -54,7 +55,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._moved: float | None = None  # when the last step of a part ended; None while no part runs
-        self._claims: PieceClaims | None = None  # of the part that runs, or is about to
+        self._claims = PieceClaims({})  # of the latest part
         self._stopped = -1  # a call that is broken off, with all before it
         self._call = -1  # of which a part runs
         self._results: list[Any] = []
@@ -76,13 +77,12 @@ class Worker:
             except (EOFError, OSError):
                 _leave()  # the pool is gone
             if isinstance(message, GiveUp):
-                claims = self._claims
-                self._say(GivenUp(message.call, [] if claims is None else claims.give_up(message.pieces)))
+                self._claims.give_up(message.pieces)
             elif isinstance(message, Stop):
                 self._stopped = max(self._stopped, message.call)
             else:
-                if isinstance(message, Run):  # it may be asked for before it runs
-                    self._claims = PieceClaims(message.piece_of)
+                if isinstance(message, Run):  # others may take of it before it runs
+                    self._claims = PieceClaims(message.piece_of, partial(self._tell_of_piece, message.call))
                 self._inbox.put(message)
 
     def _speak(self) -> None:
@@ -180,8 +180,11 @@ class Worker:
                 report = self._generator.last_report
         finally:
             self._tell_of_progress()
-            self._claims = self._moved = None
+            self._moved = None
         self._say(Done(message.call, report, time.monotonic() - began))
+
+    def _tell_of_piece(self, call: int, piece: int) -> None:
+        self._say(Begun(call, piece))
 
     def _begun(self, part: Any, finish: Any) -> Any:
         if part.problems:
