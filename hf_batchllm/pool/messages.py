@@ -10,13 +10,14 @@ import importlib.util
 import io
 import pickle
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import BatchLLMError, ConfigError
 from ..inputs.garbage_collection import garbage_collection_paused
 from ..planning.pieces import TokenCosts
 from ..results.run_report import RunReport
@@ -33,28 +34,20 @@ class Parcel:
             with garbage_collection_paused():
                 return cls(_packed(content), what)
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ConfigError(f"{what} cannot be sent to another process ({why}){_hint()}") from error
+            why = f"{what} cannot be sent to another process ({in_words(error)[:300]}){_hint()}"
+            raise ConfigError(why) from error
 
     def open(self) -> Any:
         try:
             with garbage_collection_paused():  # a list of prompts holds many objects
                 return pickle.loads(self.data)
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ConfigError(f"{self.what} cannot be read in another process ({why}){_hint()}") from error
+            why = f"{self.what} cannot be read in another process ({in_words(error)[:300]}){_hint()}"
+            raise ConfigError(why) from error
 
 
-def parcel_of_error(error: BaseException, text: str) -> Parcel:
-    """With its text alone where it cannot be sent."""
-    with contextlib.suppress(Exception):
-        parcel = Parcel.of(error, "an error")
-        parcel.open()
-        return parcel
-    said = RuntimeError(text)
-    for note in getattr(error, "__notes__", []):
-        said.add_note(str(note))
-    return Parcel.of(said, "an error")
+def in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _packed(content: Any) -> bytes:
@@ -161,15 +154,25 @@ class Failed:
     """An error in what was asked last, which has ended."""
 
     call: int | None  # None: no model could be loaded
-    error: Parcel
-    text: str  # of the error, where it cannot be opened
+    error: Parcel | None  # None: it cannot be sent
+    text: str
     blame: Blame
 
+    @classmethod
+    def of(cls, error: BaseException, call: int | None, blame: Blame) -> Failed:
+        parcel, text = None, in_words(error)
+        if not isinstance(error, BatchLLMError):  # its frames are here alone
+            with contextlib.suppress(Exception):
+                error.add_note("In a process of the pool:\n" + "".join(traceback.format_exception(error)).rstrip())
+        with contextlib.suppress(ConfigError):
+            parcel = Parcel.of(error, "an error")
+        return cls(call, parcel, text, blame)
+
     def opened(self) -> BaseException:
-        try:
-            error = self.error.open()
-        except ConfigError:
-            error = None
+        """With its text alone where it cannot be read here."""
+        error = None
+        with contextlib.suppress(ConfigError):
+            error = self.error and self.error.open()
         return error if isinstance(error, BaseException) else RuntimeError(self.text)
 
 

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from functools import partial
 from multiprocessing.connection import Connection
@@ -39,7 +38,6 @@ from .messages import (
     Run,
     Stop,
     Warned,
-    parcel_of_error,
 )
 from .piece_claims import PieceClaims
 
@@ -140,7 +138,7 @@ class Worker:
             self._followers.tell(message)
 
     def _failed(self, error: BaseException, message: Any) -> None:
-        from ..errors import BatchLLMError, RanksError
+        from ..errors import RanksError
         from ..model.device_memory import is_device_error, is_out_of_memory
 
         if isinstance(error, RanksError) and self._followers is not None:
@@ -151,11 +149,7 @@ class Worker:
             blame = Blame.DEVICE
         elif is_out_of_memory(error) or isinstance(error, MemoryError):
             blame = Blame.MEMORY
-        if not isinstance(error, BatchLLMError):  # its frames are here alone
-            with contextlib.suppress(Exception):
-                error.add_note("In a process of the pool:\n" + "".join(traceback.format_exception(error)).rstrip())
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        self._say(Failed(getattr(message, "call", None), parcel_of_error(error, text), text, blame))
+        self._say(Failed.of(error, getattr(message, "call", None), blame))
 
     def _run_part(self, message: Run) -> None:
         began = self._moved = time.monotonic()
