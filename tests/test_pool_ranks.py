@@ -118,7 +118,7 @@ def test_ranks_that_do_not_agree(two: list[dict[str, Any]]) -> None:
         differ = ["other weights", "other weights", "other buffers", "other weights and another config"]
         for said, other in zip(each["other_weights"], differ, strict=True):
             assert f"rank 1 has {other} than rank 0" in said
-    assert two[0]["other_prompts"][3].startswith("PoolError: rank 1 has refused this call")
+    assert "it happened on rank 1" in two[0]["other_prompts"][3]
 
 
 def test_ranks_with_other_options(two: list[dict[str, Any]]) -> None:

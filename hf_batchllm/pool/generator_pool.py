@@ -215,10 +215,8 @@ class GeneratorPool(ListCalls):
         finally:
             report = report_of(
                 [(worker.device.name, share) for worker, share in call.shares.items()],
-                plan,
                 work,
                 counts,
-                expected=finished.expected,
                 over=not call.is_open,
                 seconds=call.seconds,
                 planning_seconds=planning_seconds,

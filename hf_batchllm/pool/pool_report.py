@@ -10,7 +10,6 @@ from ..inputs.seeds import without_numbers
 from ..results.generations import Generation
 from ..results.run_report import RunReport, WorkerReport
 from ..results.scores import Score
-from ..results.sharing_plan import SharingPlan
 from .share import Share
 from .work import ScoreWork, Work
 
@@ -30,15 +29,14 @@ def count_in(counts: Counter[str], result: Generation | Score) -> None:
 
 def report_of(
     shares: Sequence[tuple[str, Share]],  # each with what its process is called
-    plan: SharingPlan,
     work: Work,
     counts: Counter[str],  # of all results
     *,
-    expected: int,  # results of the whole call
     over: bool,  # whether all of them are there
     seconds: float,  # that the call took, after it was planned
     planning_seconds: float,
 ) -> RunReport:
+    plan = work.plan
     reports = [report for _, share in shares for report in share.reports]
     sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _ADDED}
     untold = sum(share.untold for _, share in shares)
@@ -49,7 +47,7 @@ def report_of(
     }
     computed, total = sums["computed_tokens"], work.prompt_tokens
     return RunReport(
-        sequences=expected,
+        sequences=work.finished.expected,
         finished=counts["finished"],
         prompt_tokens=total,
         saving=1 - computed / total if over and total else plan.saving,

@@ -11,7 +11,6 @@ from typing import Any
 
 from ..engine.call import Call
 from ..engine.progress import LONG
-from ..engine.unfinished import Finished
 from ..errors import PoolError
 from ..inputs.option_checks import check_progress
 from ..inputs.plain_values import plain, plain_options
@@ -20,7 +19,7 @@ from ..model.inspection.fingerprint import fingerprint
 from ..planning.pieces import Split
 from ..planning.requests_and_prefixes import Request
 from ..results.run_report import RunReport
-from ..wording import differing, first_line
+from ..wording import differing
 from .part_generator import PartGenerator
 from .pool_report import count_in, report_of
 from .ranks import Ranks
@@ -60,28 +59,17 @@ class RankCalls:
         self._written: list[tuple[int, int]] | None = None  # the weights that it was taken of
 
     def agreed(self, make: Callable[[], Work], progress: bool | None) -> tuple[Work, Split]:
-        """The work that all ranks are asked for, with the first one's seed and split. Raises what any rank refuses."""
-        problem: Exception | None = None
-        try:
-            check_progress(progress)
-            with bars_wanted(False if self._ranks.rank else progress):
-                work = make()
-                work.plan.add_labels(work.sequences, self._generator._tokenizer.decode)
-                mine: _Asked | str = _Asked(
-                    _digest(work, self._everywhere),
-                    self._fingerprint_now(),
-                    work.job.seed,
-                    None if self._ranks.rank else work.split(self._ranks.count, self._generator.token_costs()),
-                )
-        except Exception as error:
-            problem, mine = error, first_line(error)
-        everybody = self._ranks.exchange("asked", mine, arriving=True)
-        if problem is not None:
-            raise problem
+        """The work that all ranks are asked for, with the first one's seed and split."""
+        ranks = self._ranks
+        check_progress(progress)
+        with bars_wanted(False if ranks.rank else progress):
+            work = make()
+            work.plan.add_labels(work.sequences, self._generator._tokenizer.decode)
+            digest, model = _digest(work, self._everywhere), self._fingerprint_now()
+            split = None if ranks.rank else work.split(ranks.count, self._generator.token_costs())
+        everybody = ranks.exchange("asked", _Asked(digest, model, work.job.seed, split), arriving=True)
         first = everybody[0]
         for rank, theirs in enumerate(everybody):
-            if isinstance(theirs, str):
-                raise PoolError(f"rank {rank} has refused this call: {theirs}")
             if theirs.digest != first.digest:
                 raise PoolError(f"rank {rank} was asked for something else than rank 0: {_THE_SAME}")
             if other := differing(first.model, theirs.model):
@@ -91,20 +79,18 @@ class RankCalls:
 
     def run(self, work: Work, split: Split, strict: bool, progress: bool | None, began: float) -> None:
         """This rank's part, then everybody's results and the report. ``began``: by time.perf_counter()."""
-        finished: Finished[Any] = work.finished
+        finished, ranks = work.finished, self._ranks
         planning, clock = time.perf_counter() - began, time.perf_counter()
-        shown = not self._ranks.rank and bars_shown(progress, finished.expected >= LONG)  # though its part is short
-        ranks, pieces, results = self._ranks, split.shares[self._ranks.rank], list[Any]()
-        counts = Counter[str]()
-        share = Share(ran=set(pieces), began=clock)
+        share, counts, results = Share(ran=set(split.shares[ranks.rank]), began=clock), Counter[str](), list[Any]()
 
         def deliver(some: list[Any]) -> None:
+            results.extend(some)
             for result in some:
                 count_in(counts, result)
                 finished.results[key_of(result)] = work.whole(result)
-            results.extend(some)
 
-        units = sorted(unit for number in pieces for unit in split.pieces[number].prompts)
+        units = sorted(unit for number in share.ran for unit in split.pieces[number].prompts)
+        shown = not ranks.rank and bars_shown(progress, finished.expected >= LONG)  # though its part is short
         report = self._run_part(work, units, strict, shown, deliver) if units else None
         took = time.perf_counter() - clock
         ranks.say("results", results)
@@ -113,36 +99,29 @@ class RankCalls:
         share.end_part(report, took)
         # Once a rank has said this, the others can do without it.
         said: list[_Ended] = ranks.exchange("ended", _Ended(share, counts, work.problems))
-        clock_of_reading = time.perf_counter()
+        reads = time.perf_counter()
         for rank, theirs in enumerate(said):
             work.problems.update(theirs.problems)
             if rank != ranks.rank and (self._everywhere or not ranks.rank):
                 for result in ranks.heard("results", rank):
                     finished.results[key_of(result)] = work.whole(result)
-        reading = time.perf_counter() - clock_of_reading
-        for theirs in said:
-            theirs.share.seconds += reading
         finished.results.update((key_of(failure), failure) for failure in work.failures())
         if ranks.rank and not self._everywhere:
             finished.results.clear()
+        now = time.perf_counter()
+        for theirs in said:
+            theirs.share.seconds += now - reads
         finished.report = report_of(
             [(f"rank {rank}", theirs.share) for rank, theirs in enumerate(said)],
-            work.plan,
             work,
             sum((theirs.counts for theirs in said), Counter[str]()),
-            expected=finished.expected,
             over=True,
-            seconds=time.perf_counter() - clock,
+            seconds=now - clock,
             planning_seconds=planning,
         )
 
     def _run_part(
-        self,
-        work: Work,
-        units: list[int],
-        strict: bool,
-        progress: bool,
-        deliver: Callable[[list[Any]], None],
+        self, work: Work, units: list[int], strict: bool, progress: bool, deliver: Callable[[list[Any]], None]
     ) -> RunReport | None:
         part = work.part(units)
 
