@@ -155,7 +155,7 @@ def test_none_can_load_the_model() -> None:
 def test_a_process_is_late() -> None:
     """Others run what it was to have, as far as they have time for it."""
     with GeneratorPool(Load(late={1: 1.5}, slow={0: 0.02}), gpus=["cpu", "cpu"]) as pool:
-        assert not pool._crew.workers[1].ready
+        assert pool._crew.workers[1].loaded is None
         result = pool.generate(PROMPTS * 4, **GIVEN)
         assert result == wanted(PROMPTS * 4)
 

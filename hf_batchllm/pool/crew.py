@@ -26,7 +26,7 @@ class Crew:
     def __init__(
         self,
         devices: Sequence[WorkerDevice],
-        load: Callable[[WorkerDevice], Callable[[], Any]],  # what gives the generator on each
+        load: Callable[[], Any],  # gives the generator, in each of them
         patience: float,  # seconds in which a step has to end
         notices: Notices,
     ) -> None:
@@ -39,14 +39,14 @@ class Crew:
         self.loaded: Ready | None = None  # what the first one has loaded
         self._owner = os.getpid()
         self._looked = time.monotonic()
-        loads = {device: Parcel.of(load(device), "what loads the model") for device in set(devices)}
+        first = Load(Parcel.of(load, "what loads the model"))
         said: dict[str, int] = {}  # lines, and which worker printed each first: the others' are the same
         self.workers: list[WorkerHandle] = []
         try:
             for number, device in enumerate(devices):
                 self.workers.append(WorkerHandle(number, device, devices, self.events, said))
             for worker in self.workers:
-                worker.begin(Load(loads[worker.device]))
+                worker.begin(first)
         except BaseException as error:
             self.end()
             if isinstance(error, CannotStart | OSError):
@@ -100,14 +100,14 @@ class Crew:
         """One that has loaded the model, and has nothing to do if there is such a one. Waits for the first."""
         while True:
             self.check()
-            there = [worker for worker in self.alive if worker.ready]
+            there = [worker for worker in self.alive if worker.loaded is not None]
             if there:
                 return next((worker for worker in there if worker.free), there[0])
             self._event_between_calls()
 
     def everybody(self) -> None:
         """Waits for all that are not lost."""
-        while any(not worker.ready for worker in self.alive):
+        while any(worker.loaded is None for worker in self.alive):
             self._event_between_calls()
         self.check()
 
@@ -130,8 +130,8 @@ class Crew:
     def _event_between_calls(self) -> tuple[WorkerHandle, Any] | None:
         event = self.next_event()
         if event is not None and isinstance(event[1], Died) and self.alive:
-            worker, died = event
-            self.notices(f"lost {worker.number}", f"{worker.name} {died.why}: the pool goes on without it")
+            worker, _ = event
+            self.notices(f"lost {worker.number}", f"{worker.name} {worker.how_it_ended}: the pool goes on without it")
         return event
 
     # -- their end -------------------------------------------------------------------------------------------------

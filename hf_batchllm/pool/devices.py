@@ -28,11 +28,6 @@ class WorkerDevice:
         *before, last = map(str, self.gpus)
         return f"GPUs {', '.join(before)} and {last}" if before else f"GPU {last}"
 
-    @property
-    def device(self) -> str:
-        """For torch, in a worker that sees no other GPU."""
-        return "cuda" if self.gpus else "cpu"
-
     def environment(self, processes: int) -> dict[str, str]:
         """``processes``: how many there are on this machine, which share its cores."""
         made = {}

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 from transformers import AutoTokenizer, GenerationConfig
 
 from ..config import BatchConfig
+from ..engine.progress import call_bar
 from ..engine.unfinished import Finished, FinishedGenerations, results_kept
 from ..errors import GeneratorBusyError, OptionValueError
 from ..inputs.config_fields import ConfigFields, shows_config_fields
@@ -25,12 +26,11 @@ from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import Notices
 from ..results.generations import Generation
 from .crew import Crew
-from .devices import WorkerDevice, worker_devices
+from .devices import worker_devices
 from .list_calls import PATIENCE, ListCalls, checked_patience
 from .loaders import LoadGenerator, loader_for, sendable_tokenizer
 from .part_generator import PartGenerator
 from .pool_call import PoolCall
-from .pool_progress import pool_bar
 from .pool_report import count_in, report_of
 from .work import ScoreWork, Work, key_of
 
@@ -80,11 +80,7 @@ class GeneratorPool(ListCalls):
         devices = worker_devices(gpus, tp)
         # An object, or the path or name that it comes from; None if a worker is asked for it.
         self._tokenizer: Any = getattr(load, "name", None) if tokenizer is None else tokenizer
-
-        def load_on(device: WorkerDevice) -> LoadGenerator:
-            return LoadGenerator(load, tokenizer, self._config, device.device, device.processes)
-
-        self._crew = Crew(devices, load_on, patience, self._notices)
+        self._crew = Crew(devices, LoadGenerator(load, tokenizer, self._config, tp), patience, self._notices)
         self._end = weakref.finalize(self, Crew.end, self._crew)
         try:
             self._crew.leader()
@@ -197,24 +193,20 @@ class GeneratorPool(ListCalls):
         """Results as they come. The report is in ``work.finished`` afterwards."""
         began = time.perf_counter()
         with bars_wanted(progress):
-            plan = work.plan
             self._label(work)
             self._crew.leader()
-            assert self._crew.loaded is not None
-            workers = self._crew.alive
-            split = work.split(len(workers), self._crew.loaded.costs)
+            call = PoolCall(self._crew, work, strict)
         planning_seconds += time.perf_counter() - began
-        call = PoolCall(self._crew, workers, work, split, self._notices, strict)
-        counts, noun = Counter[str](), "scores" if isinstance(work, ScoreWork) else "results"
-        finished = work.finished
+        counts, finished = Counter[str](), work.finished
+        things = f"{'scores' if isinstance(work, ScoreWork) else 'results'} on {len(call.shares)} processes"
         try:
-            with pool_bar(finished.expected, noun, plan.computed_tokens, plan.saving, len(workers), progress) as show:
-                for result in call.results(lambda: show(call, counts["finished"])):
+            with call_bar(finished.expected, things, work.plan.saving, progress) as bar:
+                for result in call.results(lambda: call.draw(bar, counts["finished"])):
                     count_in(counts, result)
                     yield result
         finally:
             report = report_of(
-                [(worker.device.name, share) for worker, share in call.shares.items()],
+                [*call.shares.values()],
                 work,
                 counts,
                 over=not call.is_open,

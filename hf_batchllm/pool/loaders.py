@@ -46,8 +46,12 @@ class LoadGenerator:
     load: Callable[[], Any]
     tokenizer: Any  # an object, a path or name, or None
     config: BatchConfig
-    device: str
-    processes: int = 1  # that have the model together, each a part of it
+    processes: int  # that have the model together, each a part of it
+
+    @property
+    def device(self) -> str:
+        """For torch: a worker sees its own GPUs alone, and one on the CPU sees none."""
+        return "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
 
     def __call__(self) -> PartGenerator:
         from ..model.inspection.fingerprint import fingerprint

@@ -186,7 +186,7 @@ class Progress:
     call: int
     results: list[Any]
     problems: dict[Any, str]
-    read: int  # tokens of prompts in this part, so far
+    read: int  # tokens of prompts in this call, so far
     written: int  # and of answers
 
 
@@ -222,5 +222,3 @@ class Pulse:
 @dataclass(frozen=True)
 class Died:
     """Not a message of the worker: nothing more will come of it."""
-
-    why: str

@@ -13,7 +13,7 @@ from ..engine.call import Call
 from ..engine.checks import JobChecks
 from ..engine.job import Job
 from ..engine.report import progress_of, report_of
-from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
+from ..engine.scoring.score_call import ScoreJob
 from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
@@ -23,9 +23,6 @@ from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
 from ..planning.sharing import plan_sharing
 from ..planning.step import Step
-from ..results.scores import Score
-from ..sampling.call_grammars import CallGrammars
-from ..sampling.stop_rules import StopRules
 
 Begin = Callable[[Call], Callable[[Request], list[Any]]]  # gives what makes results of a request that has ended
 _NO_PLAN = plan_sharing([])
@@ -117,19 +114,8 @@ class PartGenerator(BatchGenerator):
 
         ``watch``: is told of each step, and may raise. ``progress``: whether a bar is shown over this part.
         """
-        self._together("part", self._run_part, begin, deliver, watch, claims, began, progress)
 
-    def _run_part(
-        self,
-        begin: Begin,
-        deliver: Callable[[list[Any]], None],
-        watch: Callable[[Step, int], None],
-        claims: Claims | None,
-        began: float | None,
-        progress: bool | None,
-    ) -> None:
-        self._of_the_call = {"claims": claims, "began": began}
-        try:
+        def run() -> None:
             with self._taking() as call:
                 finish = begin(call)
                 try:
@@ -148,16 +134,9 @@ class PartGenerator(BatchGenerator):
                 finally:
                     report = report_of(call)
                     self.last_report = None if report is None else replace(report, plan=_NO_PLAN)  # others have it
+
+        self._of_the_call = {"claims": claims, "began": began}
+        try:
+            self._together("part", run)
         finally:
             self._of_the_call = {}
-
-    def rules_of(self, job: Job) -> list[StopRules]:
-        return self._checks.rules.of_each(job.options)
-
-    def grammars_of(self, job: Job) -> CallGrammars | None:
-        if job.grammars is None:
-            return None
-        return job.grammars.here(job.options, self._tokenizer.required, self.architecture.vocab_size)
-
-    def scores_of(self, request: Request, call: Call, outputs: ScoreOutputs) -> list[Score]:
-        return list(outputs.scores(request, self._tokenizer.decode, call.adapter_for(request.index)))

@@ -40,8 +40,11 @@ class GeneratePart:
         return self.job.places
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish:
-        self.job = replace(self.job, rules=generator.rules_of(self.job), grammars=generator.grammars_of(self.job))
-        outputs = ExtraOutputs(self.job.options)
+        options, grammars = self.job.options, self.job.grammars
+        if grammars is not None:
+            grammars = grammars.here(options, generator._tokenizer.required, generator.architecture.vocab_size)
+        self.job = replace(self.job, rules=generator._checks.rules.of_each(options), grammars=grammars)
+        outputs = ExtraOutputs(options)
         call.begin(self.job, outputs, strict=False)
         # The pool knows the prompts.
         return lambda request: [replace(generator._generation(request, call, outputs), prompt_token_ids=[])]
@@ -70,7 +73,8 @@ class ScorePart:
         outputs = ScoreOutputs(self._job)
         with self._job.problems_named():
             call.begin(self._job.job, outputs, strict=False)
-        return lambda request: generator.scores_of(request, call, outputs)
+        decode = generator._tokenizer.decode
+        return lambda request: [*outputs.scores(request, decode, call.adapter_for(request.index))]
 
     @property
     def problems(self) -> dict[Any, str]:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..notices import Notices
-from ..planning.pieces import Split
+from ..engine.progress import CallBar
 from ..wording import counted
 from .crew import Crew
 from .messages import Begun, Blame, Died, Done, Failed, GiveUp, Parcel, Progress, Run, Stop
@@ -25,25 +24,20 @@ _MOST_DEVICES = 2  # that a piece may cost
 
 
 class PoolCall:
-    def __init__(
-        self,
-        crew: Crew,
-        workers: Sequence[WorkerHandle],  # that have a share each
-        work: Work,
-        split: Split,
-        notices: Notices,
-        strict: bool,  # units that do not fit are an error of the call, not of theirs alone
-    ) -> None:
+    def __init__(self, crew: Crew, work: Work, strict: bool) -> None:
+        """``strict``: units that do not fit are an error of the call, not of theirs alone."""
+        workers = crew.alive
+        assert crew.loaded is not None
+        self._split = work.split(len(workers), crew.loaded.costs)
         self.number = next(crew.numbers)
         self.began = time.time()
         self._clock = time.perf_counter()
         self._ended_at: float | None = None
+        self._drawn_at = 0.0
         self._crew = crew
         self._work = work
-        self._split = split
-        self._notices = notices
         self._strict = strict
-        self._units = [piece.prompts for piece in split.pieces]
+        self._units = [piece.prompts for piece in self._split.pieces]
         self._piece_of = {unit: piece for piece, units in enumerate(self._units) for unit in units}
         self._missing = {unit: set(keys) for unit, keys in enumerate(work.keys)}
         self._left = [len(units) for units in self._units]  # of each piece, units that have not all of their results
@@ -51,7 +45,8 @@ class PoolCall:
         self._devices_lost = [0] * len(self._units)  # over each piece
         self._free: list[int] = []  # pieces that no worker has
         self._last_error: BaseException | None = None
-        self.shares = {worker: Share(set(pieces)) for worker, pieces in zip(workers, split.shares, strict=True)}
+        split = zip(workers, self._split.shares, strict=True)
+        self.shares = {worker: Share(worker.device.name, set(pieces)) for worker, pieces in split}
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -99,17 +94,18 @@ class PoolCall:
         """Whether results are missing."""
         return bool(self._missing)
 
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Of prompts and of answers, that have been run."""
-        shares = self.shares.values()
-        read = sum(each.read + each.read_now for each in shares)
-        return read, sum(each.written + each.written_now for each in shares)
-
-    @property
-    def share_done(self) -> float:
-        """Of the whole cost, as far as results have come."""
-        return 1 - self._cost(range(len(self._units))) / self._whole if self._whole else 1.0
+    def draw(self, bar: CallBar, finished: int) -> None:
+        """How much of the whole cost is behind it, as far as results have come. Now and then, as the bar has it."""
+        if bar.disable or (time.perf_counter() - self._drawn_at < bar.mininterval and self._missing):
+            return
+        self._drawn_at = time.perf_counter()
+        whole, shares = self._work.plan.computed_tokens, self.shares.values()
+        read, written = min(sum(each.read for each in shares), whole), sum(each.written for each in shares)
+        passed, done = self.seconds, 1.0
+        if self._whole:
+            done = 1 - self._cost(range(len(self._units))) / self._whole
+        said = f"read {read:,} / {whole:,} · written {written:,} · {(read + written) / max(passed, 1e-9):,.0f} tok/s"
+        bar.draw(finished, done, passed, passed * (1 - done) / done if done else None, said)
 
     def _cost(self, pieces: Iterable[int]) -> float:
         """Of what is left of them."""
@@ -121,12 +117,12 @@ class PoolCall:
         if worker not in self.shares:
             pass  # it was lost before this call
         elif isinstance(message, Died):
-            self._without(worker, message.why)
+            self._without(worker)
         elif getattr(message, "call", None) != self.number:
             pass  # of an earlier call, or of none
         elif isinstance(message, Progress):
             share = self.shares[worker]
-            share.read_now, share.written_now = message.read, message.written
+            share.read, share.written = message.read, message.written
             if message.problems:
                 self._set_aside(message.problems)
             yield from self._collect(share, message.results)
@@ -243,17 +239,17 @@ class PoolCall:
     def _unbegun(self, share: Share) -> list[int]:
         return [piece for piece in sorted(share.pieces - share.begun) if self._left[piece]]
 
-    def _without(self, worker: WorkerHandle, why: str) -> None:
+    def _without(self, worker: WorkerHandle) -> None:
         share = self.shares[worker]
         share.end_part()
-        already, share.out = bool(share.out), why
+        already, share.out = bool(share.out), worker.how_it_ended
         prompts = self._release(share)
         if not already or prompts:
-            self._tell_of(worker, why, prompts)
+            self._tell_of(worker, share.out, prompts)
 
     def _tell_of(self, worker: WorkerHandle, why: str, prompts: int) -> None:
         others = sum(not share.out and not each.dead for each, share in self.shares.items())
         if others:
             whose = f"the other {others}" if others > 1 else "the other one"
             went_on = f"its {counted(prompts, 'prompt')} go to {whose}" if prompts else "it had no work"
-            self._notices(f"lost {worker.number}", f"{worker.name} {why}: {went_on}")
+            self._crew.notices(f"lost {worker.number}", f"{worker.name} {why}: {went_on}")

@@ -28,7 +28,7 @@ def count_in(counts: Counter[str], result: Generation | Score) -> None:
 
 
 def report_of(
-    shares: Sequence[tuple[str, Share]],  # each with what its process is called
+    shares: Sequence[Share],
     work: Work,
     counts: Counter[str],  # of all results
     *,
@@ -37,9 +37,9 @@ def report_of(
     planning_seconds: float,
 ) -> RunReport:
     plan = work.plan
-    reports = [report for _, share in shares for report in share.reports]
+    reports = [report for share in shares for report in share.reports]
     sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _ADDED}
-    untold = sum(share.untold for _, share in shares)
+    untold = sum(share.read - share.told for share in shares)
     sums["computed_tokens"] += untold
     sums["model_tokens"] += untold
     said: dict[str, Any] = {
@@ -58,19 +58,19 @@ def report_of(
         seed=without_numbers(work.job.seed),
         plan=plan,
         device_memory=max((report.device_memory for report in reports), default=0),
-        workers=tuple(_of_worker(name, share, seconds, isinstance(work, ScoreWork)) for name, share in shares),
+        workers=tuple(_of_worker(share, seconds, isinstance(work, ScoreWork)) for share in shares),
         parted_tokens=max(0, computed - plan.computed_tokens) if over else 0,
         **sums,
         **said,
     )
 
 
-def _of_worker(name: str, share: Share, seconds: float, scores: bool) -> WorkerReport:
+def _of_worker(share: Share, seconds: float, scores: bool) -> WorkerReport:
     return WorkerReport(
-        device=name,
+        device=share.name,
         pieces=len(share.ran),
-        read_tokens=share.read + share.read_now,
-        new_tokens=0 if scores else share.written + share.written_now,
+        read_tokens=share.read,
+        new_tokens=0 if scores else share.written,
         busy=min(1.0, share.seconds / max(seconds, 1e-9)),
         lost=share.out,
         sending_seconds=max(0.0, share.seconds - share.running_seconds),

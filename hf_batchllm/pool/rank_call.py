@@ -81,7 +81,8 @@ class RankCalls:
         """This rank's part, then everybody's results and the report. ``began``: by time.perf_counter()."""
         finished, ranks = work.finished, self._ranks
         planning, clock = time.perf_counter() - began, time.perf_counter()
-        share, counts, results = Share(ran=set(split.shares[ranks.rank]), began=clock), Counter[str](), list[Any]()
+        share = Share(f"rank {ranks.rank}", ran=set(split.shares[ranks.rank]), began=clock)
+        counts, results = Counter[str](), list[Any]()
 
         def deliver(some: list[Any]) -> None:
             results.extend(some)
@@ -94,8 +95,8 @@ class RankCalls:
         report = self._run_part(work, units, strict, shown, deliver) if units else None
         took = time.perf_counter() - clock
         ranks.say("results", results)
-        share.read_now = 0 if report is None else report.computed_tokens + report.recomputed_tokens
-        share.written_now = counts["new_tokens"]
+        share.read = 0 if report is None else report.computed_tokens + report.recomputed_tokens
+        share.written = counts["new_tokens"]
         share.end_part(report, took)
         # Once a rank has said this, the others can do without it.
         said: list[_Ended] = ranks.exchange("ended", _Ended(share, counts, work.problems))
@@ -112,7 +113,7 @@ class RankCalls:
         for theirs in said:
             theirs.share.seconds += now - reads
         finished.report = report_of(
-            [(f"rank {rank}", theirs.share) for rank, theirs in enumerate(said)],
+            [theirs.share for theirs in said],
             work,
             sum((theirs.counts for theirs in said), Counter[str]()),
             over=True,

@@ -12,6 +12,7 @@ from ..results.run_report import RunReport
 class Share:
     """Of a worker of a pool, or of a rank."""
 
+    name: str  # of what it runs on, in the report
     pieces: set[int] = field(default_factory=set)  # that it runs, or is given once it is free
     begun: set[int] = field(default_factory=set)  # in the part that runs
     ran: set[int] = field(default_factory=set)  # of which it has delivered results
@@ -19,11 +20,9 @@ class Share:
     began: float | None = None  # when it was given the part that runs
     seconds: float = 0.0  # at work, in parts that are over
     running_seconds: float = 0.0  # of these, by the worker's own clock
-    read: int = 0  # tokens of parts that are over
-    written: int = 0
-    read_now: int = 0  # and of the one that runs
-    written_now: int = 0
-    untold: int = 0  # tokens read in parts of which there is no report
+    read: int = 0  # tokens of prompts
+    written: int = 0  # and of answers
+    told: int = 0  # of those read, in parts of which there is a report
     reports: list[RunReport] = field(default_factory=list)
 
     def end_part(self, report: RunReport | None = None, running_seconds: float | None = None) -> None:
@@ -33,10 +32,7 @@ class Share:
         passed = time.perf_counter() - self.began
         self.seconds += passed
         self.running_seconds += passed if running_seconds is None else running_seconds
-        if report is None:
-            self.untold += self.read_now
-        else:
+        if report is not None:
             self.reports.append(report)
-        self.read, self.written = self.read + self.read_now, self.written + self.written_now
-        self.read_now = self.written_now = 0
+            self.told = self.read
         self.began = None

@@ -55,10 +55,10 @@ class Worker:
         self._moved: float | None = None  # when the last step of a part ended; None while no part runs
         self._claims = PieceClaims({})  # of the latest part
         self._stopped = -1  # a call that is broken off, with all before it
-        self._call = -1  # of which a part runs
+        self._call = -1  # of the latest part
         self._results: list[Any] = []
         self._said = 0.0  # when what has come of it was told of last
-        self._read = self._written = 0
+        self._read = self._written = 0  # tokens of this call
         self._generator: Any = None
         self._followers: Followers | None = None
 
@@ -153,8 +153,8 @@ class Worker:
 
     def _run_part(self, message: Run) -> None:
         began = self._moved = time.monotonic()
-        self._read = self._written = 0
-        self._call = message.call
+        if message.call != self._call:
+            self._call, self._read, self._written = message.call, 0, 0
         report = None
         try:
             part = message.part.open()
