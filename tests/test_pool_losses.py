@@ -181,6 +181,9 @@ def test_prompts_that_do_not_fit() -> None:
     with GeneratorPool(Load(), gpus=["cpu", "cpu"], page_size=4, kv_memory=100_000) as pool:
         result = pool.generate(prompts, max_new_tokens=2, on_error="record", progress=False)
         assert [row.error is None for row in result] == [True, False, True] and "KV cache" in str(result[1].error)
+        stream = pool.stream([*prompts, []], max_new_tokens=2, on_error="record")
+        found = sorted((row.index, row.error is None) for row in stream)
+        assert found == [(0, True), (1, False), (2, True), (3, False)]
         with pytest.raises((ValueError, CacheMemoryError), match="prompt 1 has 200 tokens"):
             pool.generate(prompts, max_new_tokens=2, progress=False)
         scores = pool.score(prompts, [[1], [2], [3]], on_error="record", progress=False)

@@ -123,11 +123,10 @@ class GeneratorPool(ListCalls):
 
     def _streamed(self, work: Work, strict: bool, progress: bool, planning_seconds: float) -> Iterator[Any]:
         with self._taking():
-            known = len(work.problems)
-            yield from work.failures()
+            known = {key_of(failure): failure for failure in work.failures()}
+            yield from known.values()
             yield from self._results(work, strict, progress, planning_seconds)
-            if len(work.problems) > known:  # found while it ran
-                yield from list(work.failures())[known:]
+            yield from (failure for failure in work.failures() if key_of(failure) not in known)  # found while it ran
 
     def wait(self) -> None:
         """Until all processes have loaded the model, or are lost. A call does not need that: late ones join it."""
