@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,28 +23,23 @@ class Notices:
 
     def __init__(self) -> None:
         self._given: set[str] = set()
-        self._name: Callable[[int], str] | None = None
+        self.names: Sequence[str] | None = None  # of the prompts
 
     @contextmanager
-    def naming(self, name: Callable[[int], str]) -> Iterator[None]:
-        """Within the block a prompt has a name of its own, such as "line 17"."""
-        before, self._name = self._name, name
+    def naming(self, names: Sequence[str] | None) -> Iterator[None]:
+        """Within the block prompts have names of their own, such as "line 17": they are the lines of a file."""
+        before, self.names = self.names, names
         try:
             yield
         finally:
-            self._name = before
-
-    @property
-    def has_names(self) -> bool:
-        """Whether prompts have names of their own: they are the lines of a file."""
-        return self._name is not None
+            self.names = before
 
     def places(self, indices: Sequence[int], what: str = "prompt") -> str:
         """``prompt 3``, ``prompts 0-2, 7``, or by the names of the prompts. ``what``: the noun for one."""
-        if self._name is None:
+        if self.names is None:
             return f"{what}{'s' if len(indices) > 1 else ''} {in_ranges(indices, _MOST_PLACES)}"
         hidden = len(indices) - _MOST_PLACES
-        named = ", ".join(map(self._name, indices[:_MOST_PLACES]))
+        named = ", ".join(self.names[index] for index in indices[:_MOST_PLACES])
         return f"{named} and {hidden:,} more" if hidden > 0 else named
 
     def was_given(self, kind: str) -> bool:
@@ -55,7 +50,7 @@ class Notices:
 
         Where prompts have names, they are parts of one long list: it has one warning.
         """
-        self(kind if self._name is not None else f"{kind}: {message}", message)
+        self(kind if self.names is not None else f"{kind}: {message}", message)
 
     def __call__(self, kind: str, message: str) -> None:
         if kind not in self._given:

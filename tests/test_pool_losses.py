@@ -155,7 +155,7 @@ def test_none_can_load_the_model() -> None:
 def test_a_process_is_late() -> None:
     """Others run what it was to have, as far as they have time for it."""
     with GeneratorPool(Load(late={1: 1.5}, slow={0: 0.02}), gpus=["cpu", "cpu"]) as pool:
-        assert not pool._crew.workers[1].ready
+        assert pool._crew.workers[1].loaded is None
         result = pool.generate(PROMPTS * 4, **GIVEN)
         assert result == wanted(PROMPTS * 4)
 
@@ -181,6 +181,9 @@ def test_prompts_that_do_not_fit() -> None:
     with GeneratorPool(Load(), gpus=["cpu", "cpu"], page_size=4, kv_memory=100_000) as pool:
         result = pool.generate(prompts, max_new_tokens=2, on_error="record", progress=False)
         assert [row.error is None for row in result] == [True, False, True] and "KV cache" in str(result[1].error)
+        stream = pool.stream([*prompts, []], max_new_tokens=2, on_error="record")
+        found = sorted((row.index, row.error is None) for row in stream)
+        assert found == [(0, True), (1, False), (2, True), (3, False)]
         with pytest.raises((ValueError, CacheMemoryError), match="prompt 1 has 200 tokens"):
             pool.generate(prompts, max_new_tokens=2, progress=False)
         scores = pool.score(prompts, [[1], [2], [3]], on_error="record", progress=False)

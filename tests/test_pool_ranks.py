@@ -118,7 +118,7 @@ def test_ranks_that_do_not_agree(two: list[dict[str, Any]]) -> None:
         differ = ["other weights", "other weights", "other buffers", "other weights and another config"]
         for said, other in zip(each["other_weights"], differ, strict=True):
             assert f"rank 1 has {other} than rank 0" in said
-    assert two[0]["other_prompts"][3].startswith("PoolError: rank 1 has refused this call")
+    assert "it happened on rank 1" in two[0]["other_prompts"][3]
 
 
 def test_ranks_with_other_options(two: list[dict[str, Any]]) -> None:
@@ -144,7 +144,7 @@ def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
             assert ours == wanted
         alone.generate(prompts, max_new_tokens=4, progress=True)
         assert "20 / 20 done" in capsys.readouterr().err
-        with pytest.raises(AttributeError, match="no `stream`: results come in the end"):
+        with pytest.raises(AttributeError, match="no attribute 'stream': results come in the end"):
             alone.stream(prompts)
         with pytest.raises(ConfigError, match="`patience` is 0"):
             RankGenerator(build("llama"), patience=0)

@@ -108,7 +108,7 @@ def _prompts(
 ) -> list[Prompt]:
     """The prompts of a window, as tokens. The errors of its records go into ``file_plan``."""
     records = [record for record in window if isinstance(record, PromptRecord)]
-    with notices.naming(lambda place: records[place].where):
+    with notices.naming([each.where for each in records]):
         checked, problems = check_prompts(
             [record.prompt for record in records],
             tokenizer=tokenizer,

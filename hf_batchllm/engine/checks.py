@@ -138,7 +138,7 @@ class JobChecks:
         return limits
 
     def _warn_of_greedy(self, asked: dict[str, Any], seed: Any, generation_config: Any) -> None:
-        if self._notices.has_names:  # lines of a file, each with a seed: its settings say whether it samples
+        if self._notices.names is not None:  # lines of a file, each with a seed: its settings say whether it samples
             return
         configs = generation_config if isinstance(generation_config, list | tuple) else [generation_config]
         warn_of_greedy(asked, seed, configs, base_model(self._model).generation_config, self._notices)

@@ -109,13 +109,10 @@ class RecordEngine:
         self, prompts: Sequence[Any], names: Sequence[str], configs: Sequence[GenerationConfig], **options: Any
     ) -> Generator[Generation, None, None]:
         """``names``: of the prompts, in warnings."""
-        if isinstance(self.gen, BatchGenerator):
-            with self.gen._notices.naming(names.__getitem__):
-                found: Any = self.gen.stream(prompts, configs, **options)
-        else:
-            found = self.gen._stream_named(names, prompts, configs, **options)
-        stream: Generator[Generation, None, None] = found
-        return stream
+        with self.gen._notices.naming(names):
+            stream: Any = self.gen.stream(prompts, configs, **options)
+        found: Generator[Generation, None, None] = stream
+        return found
 
     @property
     def last_report(self) -> RunReport | None:

@@ -177,12 +177,12 @@ def check_prompts(
                 attach(index, row)
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
-            named = f"{'the prompt of ' if notices.has_names else ''}{notices.places([empty])}"
+            named = f"{'' if notices.names is None else 'the prompt of '}{notices.places([empty])}"
             notices("empty", f"{named} is an empty string: the model sees only the tokenizer's special tokens")
     if options:
         all_chats = [index for index, prompt in enumerate(given) if is_chat(prompt)]
         # Lines of a file were written one by one. Lists in a call may well be made for all prompts by one rule.
-        for_each = names_for_each(options) if notices.has_names else ()
+        for_each = () if notices.names is None else names_for_each(options)
         warn_of_idle_options(each, all_chats, loaded, notices, for_each)
     warn_of_cuts(lengths, len(given), notices)
     return checked, problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
@@ -22,15 +22,21 @@ _MODEL_IS = "a path or name for from_pretrained, or a function that loads the mo
 
 @dataclass(frozen=True)
 class ByName:
-    """``options``: of from_pretrained."""
+    """``options``: of from_pretrained. ``processes``: how many have the model together."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
+    processes: int
 
     def __call__(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.name, **{"dtype": "auto", **self.options}).eval()
+        given: dict[str, Any] = {"dtype": "auto"}
+        if self.processes > 1:
+            from transformers.distributed.configuration_utils import DistributedConfig
+
+            given["distributed_config"] = DistributedConfig(tp_size=self.processes)
+        return AutoModelForCausalLM.from_pretrained(self.name, **{**given, **self.options}).eval()
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,12 @@ class LoadGenerator:
     load: Callable[[], Any]
     tokenizer: Any  # an object, a path or name, or None
     config: BatchConfig
-    device: str
-    processes: int = 1  # that have the model together, each a part of it
+    processes: int  # that have the model together, each a part of it
+
+    @property
+    def device(self) -> str:
+        """For torch: a worker sees its own GPUs alone, and one on the CPU sees none."""
+        return "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
 
     def __call__(self) -> PartGenerator:
         from ..model.inspection.fingerprint import fingerprint
@@ -89,12 +99,17 @@ def load_in_worker(load: Callable[[], Any], tokenizer: Any, device: str) -> tupl
     return made, tokenizer
 
 
-def loader_for(model: Any, options: Mapping[str, Any] | None, call: str = "GeneratorPool({})") -> Callable[[], Any]:
-    """What gives the model in each worker; ConfigError for what cannot be sent there. ``call``: as users write it."""
+def loader_for(
+    model: Any, options: Mapping[str, Any] | None, call: str = "GeneratorPool({})", processes: int = 1
+) -> Callable[[], Any]:
+    """What gives the model in each worker; ConfigError for what cannot be sent there.
+
+    call: as users write it. processes: how many have the model together; a user's function sees to that itself.
+    """
     from torch import nn
 
     if isinstance(model, str | os.PathLike):
-        return ByName(os.fspath(model), dict(options or {}))
+        return ByName(os.fspath(model), dict(options or {}), processes)
     if options:
         raise ConfigError("`model_options` go with a path or name: a function loads the model with its own")
     if isinstance(model, nn.Module):
@@ -107,15 +122,6 @@ def loader_for(model: Any, options: Mapping[str, Any] | None, call: str = "Gener
     if not callable(model):
         raise ConfigError(f"`model` is {a_kind(model)}: it is {_MODEL_IS}")
     return model  # type: ignore[no-any-return]
-
-
-def in_parts(load: Callable[[], Any], processes: int) -> Callable[[], Any]:
-    """``load``, for as many processes that have the model together. A function of the user's sees to that itself."""
-    if processes == 1 or not isinstance(load, ByName):
-        return load
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    return ByName(load.name, {"distributed_config": DistributedConfig(tp_size=processes), **load.options})
 
 
 def sendable_tokenizer(tokenizer: Any) -> Any:

@@ -10,13 +10,14 @@ import importlib.util
 import io
 import pickle
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import BatchLLMError, ConfigError
 from ..inputs.garbage_collection import garbage_collection_paused
 from ..planning.pieces import TokenCosts
 from ..results.run_report import RunReport
@@ -33,28 +34,20 @@ class Parcel:
             with garbage_collection_paused():
                 return cls(_packed(content), what)
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ConfigError(f"{what} cannot be sent to another process ({why}){_hint()}") from error
+            why = f"{what} cannot be sent to another process ({in_words(error)[:300]}){_hint()}"
+            raise ConfigError(why) from error
 
     def open(self) -> Any:
         try:
             with garbage_collection_paused():  # a list of prompts holds many objects
                 return pickle.loads(self.data)
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ConfigError(f"{self.what} cannot be read in another process ({why}){_hint()}") from error
+            why = f"{self.what} cannot be read in another process ({in_words(error)[:300]}){_hint()}"
+            raise ConfigError(why) from error
 
 
-def parcel_of_error(error: BaseException, text: str) -> Parcel:
-    """With its text alone where it cannot be sent."""
-    with contextlib.suppress(Exception):
-        parcel = Parcel.of(error, "an error")
-        parcel.open()
-        return parcel
-    said = RuntimeError(text)
-    for note in getattr(error, "__notes__", []):
-        said.add_note(str(note))
-    return Parcel.of(said, "an error")
+def in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _packed(content: Any) -> bytes:
@@ -97,25 +90,24 @@ class Load:
 class Ask:
     """Call ``function(generator, *given)``, and say what it gives. In it: the function, and what it is given."""
 
-    question: int
+    call: int  # its number, from which the answer is known
     content: Parcel
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run a part of a call. In it: a ``Part``. ``pieces``: numbers of units, of each piece."""
+    """Run a part of a call. In it: a ``Part``. ``piece_of``: the piece of each of its requests, by their numbers."""
 
     call: int
     part: Parcel
-    pieces: dict[int, list[int]]
+    piece_of: dict[int, int]
     began: float  # when the call did, as time.time() has it
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Another worker has run out of work: give it those of these pieces that have not begun."""
+    """Another worker runs these pieces of the latest part: run none of them that has not begun."""
 
-    call: int
     pieces: Sequence[int]
 
 
@@ -141,12 +133,11 @@ class Ready:
     name: str  # of the model
     fingerprint: dict[str, str]  # of the model and its tokenizer
     costs: TokenCosts
-    seconds: float  # that loading took
 
 
 @dataclass(frozen=True)
 class Answered:
-    question: int
+    call: int
     value: Parcel
 
 
@@ -162,49 +153,49 @@ class Blame(Enum):
 class Failed:
     """An error in what was asked last, which has ended."""
 
-    error: Parcel
-    text: str  # of the error, where it cannot be opened
+    call: int | None  # None: no model could be loaded
+    error: Parcel | None  # None: it cannot be sent
+    text: str
     blame: Blame
-    call: int | None = None  # in which it happened
-    question: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, call: int | None, blame: Blame) -> Failed:
+        parcel, text = None, in_words(error)
+        if not isinstance(error, BatchLLMError):  # its frames are here alone
+            with contextlib.suppress(Exception):
+                error.add_note("In a process of the pool:\n" + "".join(traceback.format_exception(error)).rstrip())
+        with contextlib.suppress(ConfigError):
+            parcel = Parcel.of(error, "an error")
+        return cls(call, parcel, text, blame)
 
     def opened(self) -> BaseException:
-        try:
-            error = self.error.open()
-        except ConfigError:
-            error = None
+        """With its text alone where it cannot be read here."""
+        error = None
+        with contextlib.suppress(ConfigError):
+            error = self.error and self.error.open()
         return error if isinstance(error, BaseException) else RuntimeError(self.text)
 
 
 @dataclass(frozen=True)
-class Problems:
-    """Prompts, or places, that do not fit into the worker's memory, and why."""
+class Progress:
+    """What has come of the part that runs, since the last message of it.
 
-    call: int
-    problems: dict[Any, str]
+    problems: of prompts, or places, that do not fit into the worker's memory.
+    """
 
-
-@dataclass(frozen=True)
-class Results:
     call: int
     results: list[Any]
+    problems: dict[Any, str]
+    read: int  # tokens of prompts in this call, so far
+    written: int  # and of answers
 
 
 @dataclass(frozen=True)
-class GivenUp:
-    """The answer to ``GiveUp``: these pieces will not be run here."""
+class Begun:
+    """This piece has begun: nobody takes it over any more."""
 
     call: int
-    pieces: list[int]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What has been run of a call so far."""
-
-    call: int
-    read: int  # tokens of prompts
-    written: int  # tokens of answers
+    piece: int
 
 
 @dataclass(frozen=True)
@@ -214,8 +205,6 @@ class Done:
     call: int
     report: RunReport | None  # without its plan
     seconds: float  # that it took
-    read: int  # tokens, as in Progress
-    written: int
 
 
 @dataclass(frozen=True)
@@ -233,5 +222,3 @@ class Pulse:
 @dataclass(frozen=True)
 class Died:
     """Not a message of the worker: nothing more will come of it."""
-
-    why: str

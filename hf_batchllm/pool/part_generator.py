@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..engine.call import Call
 from ..engine.checks import JobChecks
 from ..engine.job import Job
 from ..engine.report import progress_of, report_of
-from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
+from ..engine.scoring.score_call import ScoreJob
 from ..errors import OptionValueError
 from ..generator import BatchGenerator
 from ..inputs.prompts import Prompt
@@ -25,12 +24,8 @@ from ..planning.pieces import TokenCosts
 from ..planning.requests_and_prefixes import Request
 from ..planning.sharing import plan_sharing
 from ..planning.step import Step
-from ..results.scores import Score
-from ..sampling.call_grammars import CallGrammars
-from ..sampling.stop_rules import StopRules
 
 Begin = Callable[[Call], Callable[[Request], list[Any]]]  # gives what makes results of a request that has ended
-AS_PASSED = Prompt(np.empty(0, np.int32))
 _NO_PLAN = plan_sharing([])
 
 
@@ -61,29 +56,35 @@ class PartGenerator(BatchGenerator):
         on_error: str,
         options: dict[str, Any],
         names: Sequence[str] | None,
-    ) -> tuple[Job, list[Hashable]]:
-        """The checked call of ``generate``, and the key of each good prompt in the plan. ``names``: of prompts.
+    ) -> Job:
+        """The checked call of ``generate``, with the prompts as the plan takes them. ``names``: of prompts.
 
-        A prompt that runs as it was passed is ``AS_PASSED``: it need not be sent back.
+        A prompt that runs as it was passed is empty: it need not be sent back.
         """
         self._refuse_if_closed()
-        with self._named(names):
+        with self._notices.naming(names):
             job = self._checks.job(self.architecture, prompts, config, seed, on_error, options)
         if job.feed is not None:
             raise OptionValueError("streamer", "follows one sequence in its own process: use BatchGenerator")
-        keys = [prompt.key for prompt in self._keyed(job)]
-        good = [
-            AS_PASSED if isinstance(passed := prompts[place], np.ndarray) and len(passed) == len(prompt) else prompt
-            for place, prompt in zip(job.places, job.prompts, strict=True)
-        ]
+        good = self._keyed(job)
+        empty = {key: Prompt(np.empty(0, np.int32), key) for key in {prompt.key for prompt in good}}
+        for at, prompt in enumerate(good):
+            passed = prompts[job.places[at]]
+            if isinstance(passed, np.ndarray) and len(passed) == len(prompt):
+                good[at] = empty[prompt.key]
         # Workers find their own rules, which may hold tables of the whole vocabulary; the pool knows the prompts.
-        return replace(job, prompts=good, rules=[], passed=None), keys
+        return replace(job, prompts=good, rules=[], passed=None)
 
-    def checked_scores(self, given: tuple[Any, ...]) -> tuple[ScoreJob, list[Prompt]]:
-        """The checked call of ``score``, and the sequences to run as the plan takes them."""
+    def checked_scores(self, *given: Any) -> ScoreJob:
+        """The checked call of ``score``, with the sequences to run as the plan takes them."""
         self._refuse_if_closed()
-        job = ScoreJob.of(self._checked_scores(given))
-        return job, self._keyed(job.job)
+        scores = ScoreJob.of(self._checked_scores(given))
+        scores.job = replace(scores.job, prompts=self._keyed(scores.job))
+        return scores
+
+    def texts_of(self, lists: Sequence[list[int]]) -> list[str | None]:
+        """Of token ids; None where there is no tokenizer."""
+        return [self._tokenizer.decode(ids) for ids in lists]
 
     def token_costs(self) -> TokenCosts:
         """What reading keys and values costs beside running a token, on this card with this model."""
@@ -93,14 +94,6 @@ class PartGenerator(BatchGenerator):
         card = card_on(device)
         token = 2 * weights / card.operations
         return TokenCosts(self.architecture.kv_bytes_per_token / card.bytes / token)
-
-    @contextmanager
-    def _named(self, names: Sequence[str] | None) -> Iterator[None]:
-        if names is None:
-            yield
-        else:
-            with self._notices.naming(names.__getitem__):
-                yield
 
     def _keyed(self, job: Job) -> list[Prompt]:
         adapters = AdapterTurns(self._resources.model_in_use(), job.adapters)
@@ -122,19 +115,8 @@ class PartGenerator(BatchGenerator):
 
         ``watch``: is told of each step, and may raise. ``progress``: whether a bar is shown over this part.
         """
-        self._together("part", self._run_part, begin, deliver, watch, claims, began, progress)
 
-    def _run_part(
-        self,
-        begin: Begin,
-        deliver: Callable[[list[Any]], None],
-        watch: Callable[[Step, int], None],
-        claims: Claims | None,
-        began: float | None,
-        progress: bool | None,
-    ) -> None:
-        self._of_the_call = {"claims": claims, "began": began}
-        try:
+        def run() -> None:
             with self._taking() as call:
                 finish = begin(call)
                 try:
@@ -153,6 +135,10 @@ class PartGenerator(BatchGenerator):
                 finally:
                     report = report_of(call)
                     self.last_report = None if report is None else replace(report, plan=_NO_PLAN)  # others have it
+
+        self._of_the_call = {"claims": claims, "began": began}
+        try:
+            self._together("part", run)
         finally:
             self._of_the_call = {}
 
@@ -162,14 +148,3 @@ class PartGenerator(BatchGenerator):
         with self._call("part"), self._taking() as call:
             for _ in self._side.follow(call):
                 pass
-
-    def rules_of(self, job: Job) -> list[StopRules]:
-        return self._checks.rules.of_each(job.options)
-
-    def grammars_of(self, job: Job) -> CallGrammars | None:
-        if job.grammars is None:
-            return None
-        return job.grammars.here(job.options, self._tokenizer.required, self.architecture.vocab_size)
-
-    def scores_of(self, request: Request, call: Call, outputs: ScoreOutputs) -> list[Score]:
-        return list(outputs.scores(request, self._tokenizer.decode, call.adapter_for(request.index)))

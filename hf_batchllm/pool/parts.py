@@ -1,11 +1,8 @@
-"""A part of a call, as a worker runs it: some prompts of ``generate``, or some sequences of ``score``.
-
-A *unit* is what is never parted: a prompt with all of its samples, or a sequence from which scores are read.
-"""
+"""A part of a call, as a worker runs it: some prompts of ``generate``, or some sequences of ``score``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,7 +11,7 @@ from ..engine.call import Call
 from ..engine.extra_outputs import ExtraOutputs
 from ..engine.job import Job
 from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
-from ..engine.scoring.score_inputs import Place, ScoreInputs
+from ..engine.scoring.score_inputs import ScoreInputs
 from ..planning.requests_and_prefixes import Request
 from .part_generator import PartGenerator
 
@@ -24,8 +21,9 @@ Finish = Callable[[Request], list[Any]]  # a request that has ended -> its resul
 class Part(Protocol):
     """Problems: of prompts that do not fit into the worker's memory, by their number in the list, or by their place."""
 
-    def piece_of(self, pieces: Mapping[int, list[int]]) -> dict[int, int]:
-        """The piece of each request, by the number that requests have here. ``pieces``: the units of each piece."""
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Those that the requests of each unit have here, in the order of the units."""
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish: ...
 
@@ -35,16 +33,18 @@ class Part(Protocol):
 
 @dataclass
 class GeneratePart:
-    """A unit is a prompt, by its number in the list that was passed."""
-
     job: Job
 
-    def piece_of(self, pieces: Mapping[int, list[int]]) -> dict[int, int]:
-        return {place: piece for piece, places in pieces.items() for place in places}
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.job.places
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish:
-        self.job = replace(self.job, rules=generator.rules_of(self.job), grammars=generator.grammars_of(self.job))
-        outputs = ExtraOutputs(self.job.options)
+        options, grammars = self.job.options, self.job.grammars
+        if grammars is not None:
+            grammars = grammars.here(options, generator._tokenizer.required, generator.architecture.vocab_size)
+        self.job = replace(self.job, rules=generator._checks.rules.of_each(options), grammars=grammars)
+        outputs = ExtraOutputs(options)
         call.begin(self.job, outputs, strict=False)
         # The pool knows the prompts.
         return lambda request: [replace(generator._generation(request, call, outputs), prompt_token_ids=[])]
@@ -56,25 +56,25 @@ class GeneratePart:
 
 @dataclass
 class ScorePart:
-    """A unit is a sequence, by its number in the whole call. ``unit_of``: of each continuation."""
+    """With all items of each sequence. So sequences have the order here that they have in the whole call."""
 
     inputs: ScoreInputs
-    unit_of: dict[Place, int]
+    sequences: int
 
     @cached_property
     def _job(self) -> ScoreJob:
         return ScoreJob.of(self.inputs)
 
-    def piece_of(self, pieces: Mapping[int, list[int]]) -> dict[int, int]:
-        piece_of_unit = {unit: piece for piece, units in pieces.items() for unit in units}
-        firsts = [self.inputs.items[numbers[0]] for numbers in self._job.readers]
-        return {sequence: piece_of_unit[self.unit_of[item.index, item.choice]] for sequence, item in enumerate(firsts)}
+    @property
+    def numbers(self) -> Sequence[int]:
+        return range(self.sequences)
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish:
         outputs = ScoreOutputs(self._job)
         with self._job.problems_named():
             call.begin(self._job.job, outputs, strict=False)
-        return lambda request: generator.scores_of(request, call, outputs)
+        decode = generator._tokenizer.decode
+        return lambda request: [*outputs.scores(request, decode, call.adapter_for(request.index))]
 
     @property
     def problems(self) -> dict[Any, str]:

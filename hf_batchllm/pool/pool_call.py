@@ -8,55 +8,45 @@ delivered is run by the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..notices import Notices
-from ..planning.pieces import Split
+from ..engine.progress import CallBar
 from ..wording import counted
 from .crew import Crew
-from .messages import Blame, Died, Done, Failed, GivenUp, GiveUp, Parcel, Problems, Progress, Results, Run, Stop
+from .messages import Begun, Blame, Died, Done, Failed, GiveUp, Parcel, Progress, Run, Stop
 from .share import Share
-from .work import Work
+from .work import Work, key_of
 from .worker_handle import WorkerHandle
 
-_EVENTS_EVERY = 0.5  # seconds, after which processes are looked after if nothing comes
 _LAST_REPORTS = 10.0  # seconds for a worker's report, once all results are there
 _MOST_DEVICES = 2  # that a piece may cost
 
 
 class PoolCall:
-    def __init__(
-        self,
-        number: int,
-        crew: Crew,
-        workers: Sequence[WorkerHandle],  # that have a share each
-        work: Work,
-        split: Split,
-        notices: Notices,
-        strict: bool,  # units that do not fit are an error of the call, not of theirs alone
-    ) -> None:
-        self.number = number
+    def __init__(self, crew: Crew, work: Work, strict: bool) -> None:
+        """``strict``: units that do not fit are an error of the call, not of theirs alone."""
+        workers = crew.alive
+        assert crew.loaded is not None
+        self._split = work.split(len(workers), crew.loaded.costs)
+        self.number = next(crew.numbers)
         self.began = time.time()
         self._clock = time.perf_counter()
         self._ended_at: float | None = None
+        self._drawn_at = 0.0
         self._crew = crew
         self._work = work
-        self._split = split
-        self._notices = notices
         self._strict = strict
-        self._units = [[work.unit(place) for place in piece.prompts] for piece in split.pieces]
+        self._units = [piece.prompts for piece in self._split.pieces]
         self._piece_of = {unit: piece for piece, units in enumerate(self._units) for unit in units}
-        self._missing = {unit: set(work.keys(unit)) for units in self._units for unit in units}
-        self._costs = [split.cost(piece) for piece in range(len(self._units))]  # of what is left of each piece
-        self._whole = self._cost_open = sum(self._costs)
+        self._missing = {unit: set(keys) for unit, keys in enumerate(work.keys)}
+        self._left = [len(units) for units in self._units]  # of each piece, units that have not all of their results
+        self._whole = self._cost(range(len(self._units)))
         self._devices_lost = [0] * len(self._units)  # over each piece
         self._free: list[int] = []  # pieces that no worker has
-        self._empty: set[WorkerHandle] = set()  # of whom nothing is to be had
         self._last_error: BaseException | None = None
-        self.shares = {
-            worker: Share(waiting=list(pieces)) for worker, pieces in zip(workers, split.shares, strict=True)
-        }
+        split = zip(workers, self._split.shares, strict=True)
+        self.shares = {worker: Share(worker.device.name, set(pieces)) for worker, pieces in split}
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -65,7 +55,7 @@ class PoolCall:
         try:
             while self._missing:
                 self._feed()
-                event = self._crew.next_event(_EVENTS_EVERY)
+                event = self._crew.next_event()
                 if event is not None:
                     yield from self._take(*event)
                 watch()
@@ -73,8 +63,7 @@ class PoolCall:
         finally:
             self.stop()
             for share in self.shares.values():
-                if share.began is not None:
-                    share.break_off()
+                share.end_part()
             self._ended_at = time.perf_counter()
 
     def stop(self) -> None:
@@ -89,7 +78,7 @@ class PoolCall:
         while time.monotonic() < until and any(
             share.began is not None and not worker.dead for worker, share in self.shares.items()
         ):
-            event = self._crew.next_event(_EVENTS_EVERY)
+            event = self._crew.next_event()
             if event is not None:
                 list(self._take(*event))
 
@@ -105,17 +94,22 @@ class PoolCall:
         """Whether results are missing."""
         return bool(self._missing)
 
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Of prompts and of answers, that have been run."""
-        shares = self.shares.values()
-        read = sum(each.read + each.read_now for each in shares)
-        return read, sum(each.written + each.written_now for each in shares)
+    def draw(self, bar: CallBar, finished: int) -> None:
+        """How much of the whole cost is behind it, as far as results have come. Now and then, as the bar has it."""
+        if bar.disable or (time.perf_counter() - self._drawn_at < bar.mininterval and self._missing):
+            return
+        self._drawn_at = time.perf_counter()
+        whole, shares = self._work.plan.computed_tokens, self.shares.values()
+        read, written = min(sum(each.read for each in shares), whole), sum(each.written for each in shares)
+        passed, done = self.seconds, 1.0
+        if self._whole:
+            done = 1 - self._cost(range(len(self._units))) / self._whole
+        said = f"read {read:,} / {whole:,} · written {written:,} · {(read + written) / max(passed, 1e-9):,.0f} tok/s"
+        bar.draw(finished, done, passed, passed * (1 - done) / done if done else None, said)
 
-    @property
-    def share_done(self) -> float:
-        """Of the whole cost, as far as results have come."""
-        return 1 - self._cost_open / self._whole if self._whole else 1.0
+    def _cost(self, pieces: Iterable[int]) -> float:
+        """Of what is left of them."""
+        return sum(self._split.cost(piece) * self._left[piece] / len(self._units[piece]) for piece in pieces)
 
     # -- what comes in -------------------------------------------------------------------------------------------
 
@@ -123,31 +117,31 @@ class PoolCall:
         if worker not in self.shares:
             pass  # it was lost before this call
         elif isinstance(message, Died):
-            self._without(worker, message.why)
+            self._without(worker)
         elif getattr(message, "call", None) != self.number:
             pass  # of an earlier call, or of none
-        elif isinstance(message, Results):
-            yield from self._collect(worker, message.results)
         elif isinstance(message, Progress):
             share = self.shares[worker]
-            share.read_now, share.written_now = message.read, message.written
-        elif isinstance(message, GivenUp):
-            self._hand_over(worker, message.pieces)
-        elif isinstance(message, Problems):
-            self._set_aside(message.problems)
+            share.read, share.written = message.read, message.written
+            if message.problems:
+                self._set_aside(message.problems)
+            yield from self._collect(share, message.results)
+        elif isinstance(message, Begun):
+            self.shares[worker].begun.add(message.piece)
         elif isinstance(message, Done):
-            self._ended(worker, message)
+            self.shares[worker].end_part(message.report, message.seconds)
+            self._release(self.shares[worker])
         elif isinstance(message, Failed):
             self._failed(worker, message)
 
-    def _collect(self, worker: WorkerHandle, results: Sequence[Any]) -> Iterator[Any]:
+    def _collect(self, share: Share, results: Sequence[Any]) -> Iterator[Any]:
         for result in results:
-            key = self._work.key(result)
-            unit = self._work.unit_of(key)
+            key = key_of(result)
+            unit = self._work.unit_of[key]
             missing = self._missing.get(unit)
             if missing is None or key not in missing:
                 continue  # a worker that was lost had delivered it
-            self.shares[worker].ran.add(self._piece_of[unit])
+            share.ran.add(self._piece_of[unit])
             missing.remove(key)
             if not missing:
                 self._close(unit)
@@ -156,28 +150,15 @@ class PoolCall:
     def _close(self, unit: int) -> None:
         """It has all of its results, or will never have them."""
         if self._missing.pop(unit, None) is not None:
-            piece = self._piece_of[unit]
-            cost = self._split.cost(piece) / len(self._units[piece])
-            self._costs[piece] -= cost
-            self._cost_open -= cost
+            self._left[self._piece_of[unit]] -= 1
 
     def _set_aside(self, problems: dict[Any, str]) -> None:
         """Units that do not fit into a worker's memory."""
         self._work.problems.update(problems)
         if self._strict:
             raise self._work.error()
-        for unit in self._work.problem_units(problems):
+        for unit in self._work.units_with(problems):
             self._close(unit)
-
-    def _ended(self, worker: WorkerHandle, message: Done) -> None:
-        share = self.shares[worker]
-        if message.report is None:
-            share.untold += message.read
-        else:
-            share.reports.append(message.report)
-        share.end_part(message.read, message.written)
-        share.running_seconds += message.seconds
-        self._release(share)
 
     def _failed(self, worker: WorkerHandle, message: Failed) -> None:
         error = message.opened()
@@ -187,27 +168,20 @@ class PoolCall:
         share = self.shares[worker]
         if message.blame is Blame.DEVICE:
             for piece in share.ran & share.pieces:
-                self._devices_lost[piece] += self._is_open(piece)
+                self._devices_lost[piece] += self._left[piece] > 0
             if max(self._devices_lost, default=0) >= _MOST_DEVICES:
                 raise error
             return  # the worker ends
-        share.break_off()
+        share.end_part()
         share.out = f"ran out of memory ({message.text[:300]})"
         self._tell_of(worker, share.out, self._release(share))
 
     def _release(self, share: Share) -> int:
         """What is left of a worker's pieces is anybody's. Gives the number of prompts."""
-        left = [piece for piece in sorted({*share.pieces, *share.waiting}) if self._is_open(piece)]
-        if share.waiting and not share.out:  # it is to have these
-            left = [piece for piece in left if piece not in set(share.waiting)]
-        else:
-            share.waiting.clear()
+        left = [piece for piece in sorted(share.pieces) if self._left[piece]]
         share.pieces.clear()
         self._free += left
-        return sum(unit in self._missing for piece in left for unit in self._units[piece])
-
-    def _is_open(self, piece: int) -> bool:
-        return any(unit in self._missing for unit in self._units[piece])
+        return sum(self._left[piece] for piece in left)
 
     # -- who runs what -------------------------------------------------------------------------------------------
 
@@ -219,11 +193,9 @@ class PoolCall:
         idle = []
         for worker in here:
             share = self.shares[worker]
-            if not worker.free or share.began is not None or share.asked is not None:
+            if not worker.free or share.began is not None:
                 continue
-            if share.waiting:
-                pieces, share.waiting = share.waiting, []
-                self._give(worker, pieces)
+            self._give(worker, share.pieces)
             if share.began is None:
                 idle.append(worker)
         for left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
@@ -232,74 +204,52 @@ class PoolCall:
                 pieces, self._free = self._free[:count], self._free[count:]
                 self._give(worker, pieces)
             else:
-                self._ask_another(worker)
+                self._take_over(worker)
 
-    def _give(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
-        units = {piece: [unit for unit in self._units[piece] if unit in self._missing] for piece in pieces}
-        units = {piece: some for piece, some in units.items() if some}
+    def _give(self, worker: WorkerHandle, pieces: Iterable[int]) -> None:
+        """These are all that it has. Nothing is to run where all of their results have come."""
+        share = self.shares[worker]
+        share.pieces = {piece for piece in pieces if self._left[piece]}
+        share.begun.clear()
+        units = sorted(unit for piece in share.pieces for unit in self._units[piece] if unit in self._missing)
         if not units:
             return
-        part = self._work.part(sorted(unit for some in units.values() for unit in some))
-        message = Run(self.number, Parcel.of(part, "an option of this call"), units, self.began)
-        share = self.shares[worker]
-        share.pieces.update(units)
+        part = self._work.part(units)
+        piece_of = dict(zip(part.numbers, map(self._piece_of.__getitem__, units), strict=True))
+        message = Run(self.number, Parcel.of(part, "an option of this call"), piece_of, self.began)
         share.began = time.perf_counter()
         worker.begin(message)
-        self._empty.discard(worker)
 
-    def _ask_another(self, worker: WorkerHandle) -> None:
-        """Look for pieces that another has not begun, as far as can be told from here."""
-        asked = {share.asked for share in self.shares.values()}
+    def _take_over(self, worker: WorkerHandle) -> None:
+        """Pieces that another has not begun, as far as is known here: what begins in this moment is run by both."""
         others = [each for each in self.shares if each is not worker and not each.dead]
-        others = [each for each in others if each not in asked and each not in self._empty]
-        unbegun = {each: self._unbegun(each) for each in others}
-        costs = {each: sum(map(self._split.cost, pieces)) for each, pieces in unbegun.items()}
-        other = max(others, key=costs.__getitem__, default=None)
-        if other is None or not unbegun[other]:
-            return
-        share = self.shares[other]
-        if share.waiting:  # it is not free yet, nobody knows for how long: half of it, and in the end all
-            keep = len(share.waiting) // 2
-            wanted, share.waiting = share.waiting[keep:], share.waiting[:keep]
-            self._give(worker, wanted)
-            return
-        wanted = self._split.half_of(unbegun[other], sum(self._costs[piece] for piece in share.pieces))
-        if not wanted:
-            self._empty.add(other)
-            return
-        self.shares[worker].asked = other
-        other.tell(GiveUp(self.number, wanted))
+        unbegun = {each: self._unbegun(self.shares[each]) for each in others}
+        for other in sorted(unbegun, key=lambda each: sum(map(self._split.cost, unbegun[each])), reverse=True):
+            share, pieces = self.shares[other], unbegun[other]
+            if share.began is None:  # it is not free yet, nobody knows for how long: half of it, and in the end all
+                wanted = pieces[len(pieces) // 2 :]
+            else:
+                wanted = self._split.half_of(pieces, self._cost(share.pieces))
+            if wanted:
+                share.pieces.difference_update(wanted)
+                other.tell(GiveUp(wanted))
+                self._give(worker, wanted)
+                return
 
-    def _unbegun(self, worker: WorkerHandle) -> list[int]:
+    def _unbegun(self, share: Share) -> list[int]:
+        return [piece for piece in sorted(share.pieces - share.begun) if self._left[piece]]
+
+    def _without(self, worker: WorkerHandle) -> None:
         share = self.shares[worker]
-        return [piece for piece in share.waiting or sorted(share.pieces - share.ran) if self._is_open(piece)]
-
-    def _hand_over(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
-        self.shares[worker].pieces.difference_update(pieces)
-        if not pieces:
-            self._empty.add(worker)
-        self._free += pieces
-        for share in self.shares.values():
-            if share.asked is worker:
-                share.asked = None
-
-    def _without(self, worker: WorkerHandle, why: str) -> None:
-        share = self.shares[worker]
-        if share.began is not None:
-            share.break_off()
-        already = bool(share.out)
-        share.out, share.asked = why, None
+        share.end_part()
+        already, share.out = bool(share.out), worker.how_it_ended
         prompts = self._release(share)
-        for each in self.shares.values():
-            if each.asked is worker:
-                each.asked = None
-        self._empty.clear()
         if not already or prompts:
-            self._tell_of(worker, why, prompts)
+            self._tell_of(worker, share.out, prompts)
 
     def _tell_of(self, worker: WorkerHandle, why: str, prompts: int) -> None:
         others = sum(not share.out and not each.dead for each, share in self.shares.items())
         if others:
             whose = f"the other {others}" if others > 1 else "the other one"
             went_on = f"its {counted(prompts, 'prompt')} go to {whose}" if prompts else "it had no work"
-            self._notices(f"lost {worker.number}", f"{worker.name} {why}: {went_on}")
+            self._crew.notices(f"lost {worker.number}", f"{worker.name} {why}: {went_on}")

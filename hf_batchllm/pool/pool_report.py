@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..inputs.seeds import without_numbers
+from ..results.generations import Generation
 from ..results.run_report import RunReport, WorkerReport
 from ..results.scores import Score
-from ..results.sharing_plan import SharingPlan
 from .share import Share
 from .work import ScoreWork, Work
 
@@ -21,45 +21,25 @@ _ADDED = (
 _SAID = ("fused", "graphs", "states")  # alike in all workers, or nearly
 
 
-@dataclass
-class Tally:
-    """What results hold, counted as they come."""
-
-    finished: int = 0
-    new_tokens: int = 0
-    scored_tokens: int = 0
-
-    def add(self, result: Any) -> None:
-        self.finished += 1
-        if isinstance(result, Score):
-            self.scored_tokens += len(result.token_ids)
-        else:
-            self.new_tokens += len(result.token_ids)
-
-    @classmethod
-    def of(cls, parts: Iterable[Tally]) -> Tally:
-        whole = cls()
-        for part in parts:
-            whole.finished += part.finished
-            whole.new_tokens += part.new_tokens
-            whole.scored_tokens += part.scored_tokens
-        return whole
+def count_in(counts: Counter[str], result: Generation | Score) -> None:
+    """What results hold is counted as they come."""
+    kind = "scored_tokens" if isinstance(result, Score) else "new_tokens"
+    counts.update({"finished": 1, kind: len(result.token_ids)})
 
 
 def report_of(
-    shares: Sequence[tuple[str, Share]],  # each with what its process is called
-    plan: SharingPlan,
+    shares: Sequence[Share],
     work: Work,
-    tally: Tally,
+    counts: Counter[str],  # of all results
     *,
-    expected: int,  # results of the whole call
     over: bool,  # whether all of them are there
     seconds: float,  # that the call took, after it was planned
     planning_seconds: float,
 ) -> RunReport:
-    reports = [report for _, share in shares for report in share.reports]
+    plan = work.plan
+    reports = [report for share in shares for report in share.reports]
     sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _ADDED}
-    untold = sum(share.untold for _, share in shares)
+    untold = sum(share.read - share.told for share in shares)
     sums["computed_tokens"] += untold
     sums["model_tokens"] += untold
     said: dict[str, Any] = {
@@ -67,30 +47,30 @@ def report_of(
     }
     computed, total = sums["computed_tokens"], work.prompt_tokens
     return RunReport(
-        sequences=expected,
-        finished=tally.finished,
+        sequences=work.finished.expected,
+        finished=counts["finished"],
         prompt_tokens=total,
         saving=1 - computed / total if over and total else plan.saving,
-        new_tokens=tally.new_tokens,
-        scored_tokens=tally.scored_tokens,
+        new_tokens=counts["new_tokens"],
+        scored_tokens=counts["scored_tokens"],
         seconds=planning_seconds + seconds,
         planning_seconds=planning_seconds,
         seed=without_numbers(work.job.seed),
         plan=plan,
         device_memory=max((report.device_memory for report in reports), default=0),
-        workers=tuple(_of_worker(name, share, seconds, isinstance(work, ScoreWork)) for name, share in shares),
+        workers=tuple(_of_worker(share, seconds, isinstance(work, ScoreWork)) for share in shares),
         parted_tokens=max(0, computed - plan.computed_tokens) if over else 0,
         **sums,
         **said,
     )
 
 
-def _of_worker(name: str, share: Share, seconds: float, scores: bool) -> WorkerReport:
+def _of_worker(share: Share, seconds: float, scores: bool) -> WorkerReport:
     return WorkerReport(
-        device=name,
+        device=share.name,
         pieces=len(share.ran),
-        read_tokens=share.read + share.read_now,
-        new_tokens=0 if scores else share.written + share.written_now,
+        read_tokens=share.read,
+        new_tokens=0 if scores else share.written,
         busy=min(1.0, share.seconds / max(seconds, 1e-9)),
         lost=share.out,
         sending_seconds=max(0.0, share.seconds - share.running_seconds),

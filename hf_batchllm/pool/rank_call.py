@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engine.call import Call
 from ..engine.progress import LONG
-from ..engine.unfinished import Finished
 from ..errors import PoolError
 from ..inputs.option_checks import check_progress
 from ..inputs.plain_values import plain, plain_options
@@ -19,12 +19,12 @@ from ..model.inspection.fingerprint import fingerprint
 from ..planning.pieces import Split
 from ..planning.requests_and_prefixes import Request
 from ..results.run_report import RunReport
-from ..wording import differing, first_line
+from ..wording import differing
 from .part_generator import PartGenerator
-from .pool_report import Tally, report_of
+from .pool_report import count_in, report_of
 from .ranks import Ranks
 from .share import Share
-from .work import ScoreWork, Work
+from .work import ScoreWork, Work, key_of
 
 _THE_SAME = "each rank has to pass the same prompts and options, and processors with the same attributes"
 
@@ -35,7 +35,7 @@ class _Asked:
 
     digest: str
     model: dict[str, str]  # its fingerprint
-    seed: Any  # that it has drawn, or None
+    seed: Any  # that it was given, or has drawn
     split: Split | None  # of the first rank: another kind of CPU might come to another one
 
 
@@ -44,7 +44,7 @@ class _Ended:
     """What a rank says once its results are in the store."""
 
     share: Share
-    tally: Tally
+    counts: Counter[str]  # of its results
     problems: dict[Any, str]  # of units that cannot run, here or anywhere
 
 
@@ -58,93 +58,71 @@ class RankCalls:
         self._fingerprint: dict[str, str] = {}
         self._written: list[tuple[int, int]] | None = None  # the weights that it was taken of
 
-    def agreed(self, make: Callable[[], Work], seed: Any, progress: bool | None) -> tuple[Work, Split]:
-        """The work that all ranks are asked for, with the first one's seed and split. Raises what any rank refuses."""
-        problem: Exception | None = None
-        try:
-            check_progress(progress)
-            with bars_wanted(False if self._ranks.rank else progress):
-                work = make()
-                work.plan.add_labels(work.sequences, self._generator._tokenizer.decode)
-                drawn = seed is None and work.job.seed is not None
-                mine: _Asked | str = _Asked(
-                    _digest(work, seed is not None, self._everywhere),
-                    self._fingerprint_now(),
-                    work.job.seed if drawn else None,
-                    None if self._ranks.rank else work.split(self._ranks.count, self._generator.token_costs()),
-                )
-        except Exception as error:
-            problem, mine = error, first_line(error)
-        everybody = self._ranks.exchange("asked", mine, arriving=True)
-        if problem is not None:
-            raise problem
+    def agreed(self, make: Callable[[], Work], progress: bool | None) -> tuple[Work, Split]:
+        """The work that all ranks are asked for, with the first one's seed and split."""
+        ranks = self._ranks
+        check_progress(progress)
+        with bars_wanted(False if ranks.rank else progress):
+            work = make()
+            work.plan.add_labels(work.sequences, self._generator._tokenizer.decode)
+            digest, model = _digest(work, self._everywhere), self._fingerprint_now()
+            split = None if ranks.rank else work.split(ranks.count, self._generator.token_costs())
+        everybody = ranks.exchange("asked", _Asked(digest, model, work.job.seed, split), arriving=True)
         first = everybody[0]
         for rank, theirs in enumerate(everybody):
-            if isinstance(theirs, str):
-                raise PoolError(f"rank {rank} has refused this call: {theirs}")
             if theirs.digest != first.digest:
                 raise PoolError(f"rank {rank} was asked for something else than rank 0: {_THE_SAME}")
             if other := differing(first.model, theirs.model):
                 raise PoolError(f"rank {rank} has {other} than rank 0: each rank has to hold the same model")
-        if drawn:
-            work.job = replace(work.job, seed=first.seed)
+        work.job = replace(work.job, seed=first.seed)
         return work, first.split
 
-    def run(
-        self, work: Work, split: Split, finished: Finished[Any], strict: bool, progress: bool | None, began: float
-    ) -> None:
+    def run(self, work: Work, split: Split, strict: bool, progress: bool | None, began: float) -> None:
         """This rank's part, then everybody's results and the report. ``began``: by time.perf_counter()."""
+        finished, ranks = work.finished, self._ranks
         planning, clock = time.perf_counter() - began, time.perf_counter()
-        shown = not self._ranks.rank and bars_shown(progress, finished.expected >= LONG)  # though its part is short
-        ranks, pieces, results = self._ranks, split.shares[self._ranks.rank], list[Any]()
-        share = Share(ran=set(pieces), began=clock)
+        share = Share(f"rank {ranks.rank}", ran=set(split.shares[ranks.rank]), began=clock)
+        counts, results = Counter[str](), list[Any]()
 
         def deliver(some: list[Any]) -> None:
             results.extend(some)
-            finished.results.update((work.key(result), work.whole(result)) for result in some)
+            for result in some:
+                count_in(counts, result)
+                finished.results[key_of(result)] = work.whole(result)
 
-        units = [work.unit(place) for number in pieces for place in split.pieces[number].prompts]
-        report = self._run_part(work, sorted(units), strict, shown, deliver) if units else None
-        if report is not None:
-            share.reports.append(report)
-        share.running_seconds = time.perf_counter() - clock
-        tally = Tally()
-        for result in results:
-            tally.add(result)
+        units = sorted(unit for number in share.ran for unit in split.pieces[number].prompts)
+        shown = not ranks.rank and bars_shown(progress, finished.expected >= LONG)  # though its part is short
+        report = self._run_part(work, units, strict, shown, deliver) if units else None
+        took = time.perf_counter() - clock
         ranks.say("results", results)
+        share.read = 0 if report is None else report.computed_tokens + report.recomputed_tokens
+        share.written = counts["new_tokens"]
+        share.end_part(report, took)
         # Once a rank has said this, the others can do without it.
-        share.end_part(sum(each.computed_tokens + each.recomputed_tokens for each in share.reports), tally.new_tokens)
-        said: list[_Ended] = ranks.exchange("ended", _Ended(share, tally, work.problems))
-        clock_of_reading = time.perf_counter()
+        said: list[_Ended] = ranks.exchange("ended", _Ended(share, counts, work.problems))
+        reads = time.perf_counter()
         for rank, theirs in enumerate(said):
             work.problems.update(theirs.problems)
             if rank != ranks.rank and (self._everywhere or not ranks.rank):
                 for result in ranks.heard("results", rank):
-                    finished.results[work.key(result)] = work.whole(result)
-        reading = time.perf_counter() - clock_of_reading
-        for theirs in said:
-            theirs.share.seconds += reading
-        finished.results.update((work.key(failure), failure) for failure in work.failures())
+                    finished.results[key_of(result)] = work.whole(result)
+        finished.results.update((key_of(failure), failure) for failure in work.failures())
         if ranks.rank and not self._everywhere:
             finished.results.clear()
+        now = time.perf_counter()
+        for theirs in said:
+            theirs.share.seconds += now - reads
         finished.report = report_of(
-            [(f"rank {rank}", theirs.share) for rank, theirs in enumerate(said)],
-            work.plan,
+            [theirs.share for theirs in said],
             work,
-            Tally.of(theirs.tally for theirs in said),
-            expected=finished.expected,
+            sum((theirs.counts for theirs in said), Counter[str]()),
             over=True,
-            seconds=time.perf_counter() - clock,
+            seconds=now - clock,
             planning_seconds=planning,
         )
 
     def _run_part(
-        self,
-        work: Work,
-        units: list[int],
-        strict: bool,
-        progress: bool,
-        deliver: Callable[[list[Any]], None],
+        self, work: Work, units: list[int], strict: bool, progress: bool, deliver: Callable[[list[Any]], None]
     ) -> RunReport | None:
         part = work.part(units)
 
@@ -170,7 +148,7 @@ class RankCalls:
         return self._fingerprint
 
 
-def _digest(work: Work, seed_given: bool, everywhere: bool) -> str:
+def _digest(work: Work, everywhere: bool) -> str:
     """Processors and criteria count by what they hold when they are first seen, other objects by their classes."""
     job = work.job
     said = [
@@ -182,7 +160,7 @@ def _digest(work: Work, seed_given: bool, everywhere: bool) -> str:
         sorted(map(str, job.problems)),
         job.adapters,
         None if job.grammars is None else job.grammars.each,
-        job.seed if seed_given else None,
+        None if job.seed_is_drawn else job.seed,
         plain_options(job.options, held=""),
     ]
     digest = hashlib.blake2b(repr(plain(said)).encode("utf-8", "surrogatepass"), digest_size=12)

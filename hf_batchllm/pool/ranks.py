@@ -115,11 +115,10 @@ class Ranks:
         """To the ranks that are in the call."""
         told = error if isinstance(error, Exception) else PoolError(f"rank {self.rank} was interrupted")
         with contextlib.suppress(Exception):  # the error itself is what its own rank raises
-            try:
-                pickle.loads(pickle.dumps(told))
-            except Exception:
-                told = PoolError(f"{type(told).__name__}: {first_line(told)}")
-            self.say("failure", told)
+            sent = b""
+            with contextlib.suppress(Exception):
+                sent = pickle.dumps(told)
+            self.say("failure", (sent, f"{type(told).__name__}: {first_line(told)}"))
             self._said.append(f"{self._call}/failed")
             self._store.compare_set(f"{self._call}/failed", "", str(self.rank))  # the first one that fails is heard
 
@@ -137,10 +136,11 @@ class Ranks:
         self._looked = time.monotonic()
         if self._store.check([f"{self._call}/failed"]):
             rank = int(self._store.get(f"{self._call}/failed"))
+            sent, said = self.heard("failure", rank)
             try:
-                error = self.heard("failure", rank)
-            except Exception:  # of a class that this rank does not have
-                error = PoolError(f"rank {rank} has failed")
+                error = pickle.loads(sent)
+            except Exception:  # it could not be sent, or is of a class that this rank does not have
+                error = PoolError(said)
             error.add_note(f"it happened on rank {rank}")
             raise _OfAnotherRankError(error)
         for rank in range(self.count):

@@ -15,8 +15,8 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,29 +24,26 @@ from .followers import FOLDER, Followers
 from .messages import (
     Answered,
     Ask,
+    Begun,
     Blame,
     Done,
     End,
     Failed,
-    GivenUp,
     GiveUp,
     Load,
     Parcel,
-    Problems,
     Progress,
     Pulse,
     Ready,
-    Results,
     Run,
     Stop,
     Warned,
-    parcel_of_error,
 )
 from .piece_claims import PieceClaims
 
 _PULSE = 2.0  # seconds
 _RESULTS_EVERY, _MOST_RESULTS = 0.02, 256  # seconds between messages, and results in one of them
-_PROGRESS_EVERY = 0.2  # seconds
+_PROGRESS_EVERY = 0.2  # seconds between messages without results
 
 
 class Worker:
@@ -56,12 +53,12 @@ class Worker:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._moved: float | None = None  # when the last step of a part ended; None while no part runs
-        self._claims: dict[int, list[Any]] = {}  # of each call, those of its parts that have not ended
-        self._call = -1  # of which a part runs
+        self._claims = PieceClaims({})  # of the latest part
         self._stopped = -1  # a call that is broken off, with all before it
+        self._call = -1  # of the latest part
         self._results: list[Any] = []
-        self._results_sent = self._progress_sent = 0.0
-        self._read = self._written = 0
+        self._said = 0.0  # when what has come of it was told of last
+        self._read = self._written = 0  # tokens of this call
         self._generator: Any = None
         self._followers: Followers | None = None
 
@@ -78,29 +75,13 @@ class Worker:
             except (EOFError, OSError):
                 _leave()  # the pool is gone
             if isinstance(message, GiveUp):
-                self._give_up(message)
+                self._claims.give_up(message.pieces)
             elif isinstance(message, Stop):
                 self._stopped = max(self._stopped, message.call)
-            elif isinstance(message, Run):
-                self._inbox.put((message, *self._opened(message)))
             else:
-                self._inbox.put((message, None, None))
-
-    def _give_up(self, message: GiveUp) -> None:
-        mine: list[int] = []
-        for claims in list(self._claims.get(message.call, ())):
-            mine += claims.give_up(message.pieces)
-        self._say(GivenUp(message.call, mine))
-
-    def _opened(self, message: Run) -> tuple[Any, Any]:
-        """The part and its claims, which may be asked for before it runs; or an error in the place of the part."""
-        try:
-            part = message.part.open()
-            claims = PieceClaims(part.piece_of(message.pieces))
-        except Exception as error:
-            return error, None
-        self._claims.setdefault(message.call, []).append(claims)
-        return part, claims
+                if isinstance(message, Run):  # others may take of it before it runs
+                    self._claims = PieceClaims(message.piece_of, partial(self._tell_of_piece, message.call))
+                self._inbox.put(message)
 
     def _speak(self) -> None:
         while True:
@@ -121,7 +102,7 @@ class Worker:
 
     def run(self) -> None:
         while True:
-            message, part, claims = self._inbox.get()
+            message = self._inbox.get()
             if isinstance(message, End):
                 break
             try:
@@ -130,11 +111,9 @@ class Worker:
                 elif isinstance(message, Ask):
                     function, given = message.content.open()
                     value = Parcel.of(function(self._generator, *given), "what a process of the pool found")
-                    self._say(Answered(message.question, value))
-                elif isinstance(part, Exception):
-                    raise part
+                    self._say(Answered(message.call, value))
                 else:
-                    self._run_part(message, part, claims)
+                    self._run_part(message)
             except BaseException as error:
                 self._failed(error, message)
         if self._followers is not None:
@@ -144,16 +123,15 @@ class Worker:
                 self._generator.close()
 
     def _load(self, message: Load) -> None:
-        began = time.monotonic()
         load = message.load.open()
         if load.processes > 1:
             self._followers = Followers(load.processes, load.device, message.load)
         self._generator = load()
-        name, costs = self._generator.architecture.name, self._generator.token_costs()
-        self._say(Ready(name, self._generator.loaded, costs, time.monotonic() - began))
+        name = self._generator.architecture.name
+        self._say(Ready(name, self._generator.loaded, self._generator.token_costs()))
 
     def _failed(self, error: BaseException, message: Any) -> None:
-        from ..errors import BatchLLMError, RanksError
+        from ..errors import RanksError
         from ..model.device_memory import is_device_error, is_out_of_memory
 
         if isinstance(error, RanksError) and self._followers is not None:
@@ -163,27 +141,22 @@ class Worker:
             blame = Blame.DEVICE
         elif is_out_of_memory(error) or isinstance(error, MemoryError):
             blame = Blame.MEMORY
-        if not isinstance(error, BatchLLMError):  # its frames are here alone
-            with contextlib.suppress(Exception):
-                error.add_note("In a process of the pool:\n" + "".join(traceback.format_exception(error)).rstrip())
-        call = message.call if isinstance(message, Run) else None
-        question = message.question if isinstance(message, Ask) else None
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        self._say(Failed(parcel_of_error(error, text), text, blame, call, question))
+        self._say(Failed.of(error, getattr(message, "call", None), blame))
 
-    def _run_part(self, message: Run, part: Any, claims: Any) -> None:
+    def _run_part(self, message: Run) -> None:
         began = self._moved = time.monotonic()
-        self._read = self._written = 0
-        self._call = message.call
+        if message.call != self._call:
+            self._call, self._read, self._written = message.call, 0, 0
         report = None
         try:
+            part = message.part.open()
             if message.call > self._stopped:
                 try:
                     self._generator.run_part(
                         lambda call: self._begun(part, part.begin(self._generator, call)),
                         self._deliver,
                         self._watch,
-                        claims=claims,
+                        claims=self._claims,
                         began=message.began,
                     )
                 except KeyboardInterrupt:
@@ -191,41 +164,40 @@ class Worker:
                         raise
                 report = self._generator.last_report
         finally:
-            self._flush()
-            self._call, self._moved = -1, None
-            self._claims[message.call].remove(claims)
-            for call in [call for call, left in self._claims.items() if not left]:
-                del self._claims[call]
-        self._say(Done(message.call, report, time.monotonic() - began, self._read, self._written))
+            self._tell_of_progress()
+            self._moved = None
+        self._say(Done(message.call, report, time.monotonic() - began))
+
+    def _tell_of_piece(self, call: int, piece: int) -> None:
+        self._say(Begun(call, piece))
 
     def _begun(self, part: Any, finish: Any) -> Any:
         if part.problems:
-            self._say(Problems(self._call, dict(part.problems)))
+            self._tell_of_progress(dict(part.problems))
         return finish
 
     def _deliver(self, results: list[Any]) -> None:
         self._results += results
-        if len(self._results) >= _MOST_RESULTS or time.monotonic() - self._results_sent > _RESULTS_EVERY:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._results:
-            self._say(Results(self._call, self._results))
-            self._results = []
-        self._results_sent = time.monotonic()
+        self._tell_now_and_then()
 
     def _watch(self, step: Any, new_tokens: int) -> None:
         """Told of each step, which has been run."""
         if self._call <= self._stopped:
             raise KeyboardInterrupt
-        self._moved = now = time.monotonic()
+        self._moved = time.monotonic()
         self._read += step.tokens - len(step.rows)
         self._written += new_tokens
-        if self._results and now - self._results_sent > _RESULTS_EVERY:
-            self._flush()
-        if now - self._progress_sent > _PROGRESS_EVERY:
-            self._progress_sent = now
-            self._say(Progress(self._call, self._read, self._written))
+        self._tell_now_and_then()
+
+    def _tell_now_and_then(self) -> None:
+        every = _RESULTS_EVERY if self._results else _PROGRESS_EVERY
+        if time.monotonic() - self._said > every or len(self._results) >= _MOST_RESULTS:
+            self._tell_of_progress()
+
+    def _tell_of_progress(self, problems: dict[Any, str] | None = None) -> None:
+        results, self._results = self._results, []
+        self._say(Progress(self._call, results, problems or {}, self._read, self._written))
+        self._said = time.monotonic()
 
     def show_warning(self, message: Any, category: Any, *place: Any, **more: Any) -> None:
         """The pool's process warns, once for all workers."""

@@ -18,9 +18,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import Any
 
 from ..python_child import python_path, python_program
 from .devices import WorkerDevice
@@ -95,24 +95,14 @@ class WorkerHandle:
                 self._remove_folder()
                 raise
         self._connection = Connection(ours.detach())
-        assert self._process.stdout is not None
-        tasks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-            (self._write, ()),
-            (self._read, ()),
-            (self._show, (self._process.stdout,)),
-        ]
-        self._threads = [threading.Thread(target=task, args=given, daemon=True) for task, given in tasks]
+        tasks = self._write, self._read, self._show
+        self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
         for thread in self._threads:
             thread.start()
 
     @property
     def process_id(self) -> int:
         return self._process.pid
-
-    @property
-    def ready(self) -> bool:
-        """Whether it has loaded the model."""
-        return self.loaded is not None
 
     @property
     def free(self) -> bool:
@@ -171,7 +161,7 @@ class WorkerHandle:
             self.how_it_ended = self._why or self._how_it_ended()
             self.dead = True
         self._outbox.put(None)
-        self._events.put((self, Died(self.how_it_ended)))
+        self._events.put((self, Died()))
 
     def look(self, patience: float) -> None:
         """Whether it is there: a process that it has started may keep the socket open. And whether it gets on."""
@@ -183,9 +173,9 @@ class WorkerHandle:
         elif self.loaded is not None and self._begun > self._finished and now - self.moved > patience:
             self.kill(f"has not got on for {now - self.moved:.0f} s")
 
-    def _show(self, output: IO[str]) -> None:
+    def _show(self) -> None:
         """What a worker prints is shown here, but for lines that another has printed before."""
-        for line in output:
+        for line in self._process.stdout or ():
             self._last_lines.append(line.rstrip())
             if self._said.setdefault(line, self.number) == self.number:
                 with contextlib.suppress(Exception):  # this process's own stderr may be closed
