@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import inspect
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..config import BatchConfig
@@ -24,39 +22,16 @@ from ..inputs.option_table import ALIASES, PROMPT_OPTIONS, TABLE
 from .console import EXIT_CODES_HELP, PROGRAM, reason
 
 _WIDEST_HELP = 110  # columns
-_SIMILARITY = 0.75  # of a guess: below it, another option is meant more often than not
-_CALLED_HERE = {  # options of vLLM's commands
-    "--tensor-parallel-size": "--tp",
-    "--data-parallel-size": "--gpus",
-    "--gpu-memory-utilization": "--kv-memory",
-    "--max-num-batched-tokens": "--max-batch-tokens",
-    "--max-model-len": "--max-prompt-tokens",
-    "--enforce-eager": "--no-cuda-graphs",
-    "--lora-modules": "--adapter",
-    "--guided-json": "--schema",
-}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, and with a guess at what a misspelt option was meant to be."""
+    """argparse without abbreviations: ``--max-new-token`` is no option, and not another one."""
 
     def __init__(self, command: str, usage: str, **given: Any) -> None:
         prog = f"{PROGRAM} {command}"
         super().__init__(
             prog, f"{prog} {usage}", formatter_class=_formatter, allow_abbrev=False, add_help=False, **given
         )
-
-    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        for text in itertools.takewhile(lambda text: text != "--", arguments):
-            name = text.partition("=")[0]
-            if text.startswith("--") and " " not in text and name not in self._option_string_actions:
-                self.error(f"there is no option {name}{self._near(name)}")
-        return self.parse_args(arguments)
-
-    def _near(self, name: str) -> str:
-        known = [text for text in self._option_string_actions if text.startswith("--")]
-        guess = _CALLED_HERE.get(name, name.replace("_", "-"))
-        return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(guess, known, 1, _SIMILARITY))
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:

@@ -29,7 +29,7 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = _parser().read(arguments)
+    asked = _parser().parse_args(arguments)
     console = Console(asked.quiet, asked.traceback)
     with interruptible() as interrupts, console.warnings_shown():
         try:

@@ -56,7 +56,7 @@ class FilePlan:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = plan_parser().read(arguments)
+    asked = plan_parser().parse_args(arguments)
     console = Console(asked.quiet, asked.traceback)
     with interruptible() as interrupts, console.warnings_shown():
         try:

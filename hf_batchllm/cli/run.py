@@ -19,7 +19,7 @@ from .values import layout_from, settings_from
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = run_parser().read(arguments)
+    asked = run_parser().parse_args(arguments)
     if problem := missing_package():
         raise UsageError(problem)
     console = Console(asked.quiet, asked.traceback)
