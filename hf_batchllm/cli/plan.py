@@ -20,7 +20,7 @@ from ..planning.sharing import plan_sharing
 from ..results.sharing_plan import SharingPlan
 from ..wording import counted
 from .arguments import config_from, plan_parser
-from .console import DONE, SOME_ERRORS, USAGE, Console, UsageError, interruptible, reason
+from .console import DONE, INTERRUPTED, SOME_ERRORS, USAGE, Console, UsageError, interruptible, reason
 from .loading import bars_of_loading, check_folders, load_tokenizer
 from .values import FirstRecords, first_records, layout_from, settings_from
 
@@ -58,13 +58,13 @@ class FilePlan:
 def main(arguments: Sequence[str]) -> int:
     asked = plan_parser().parse_args(arguments)
     console = Console(asked.quiet, asked.traceback)
-    with interruptible() as interrupts, console.warnings_shown():
+    with interruptible(), console.warnings_shown():
         try:
             file_plan = _plan_file(asked, console)
             _show(asked, file_plan, console)
         except KeyboardInterrupt:
             console.error("interrupted")
-            return interrupts.code
+            return INTERRUPTED
         except BrokenPipeError:
             raise
         except Exception as error:
