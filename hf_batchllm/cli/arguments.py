@@ -264,8 +264,8 @@ _COURSE = {
     "--restart": "begin afresh; the old OUT is kept as OUT.bak-1, ...",
     "--on-error WHAT": "record (the default): a bad line's result is its error; raise: a bad line refuses the file",
 }
-_LIMITS = {
-    "--limit N": "only the first N records",
+_LIMIT = {"--limit N": "only the first N records"}
+_WINDOW = {
     "--window SIZE": "how much of IN is in memory at a time; prompts share within a window (default: %(default)s)",
 }
 _COMMON = {
@@ -340,7 +340,7 @@ def run_parser() -> Parser:
     add_settings(answers, NAMES.difference(PROMPT_OPTIONS))
     add_options(answers, _ANSWERS)
     add_options(group("results"), _RESULTS)
-    add_options(group("the run"), _LIMITS | _COURSE)
+    add_options(group("the run"), _LIMIT | _WINDOW | _COURSE)
     add_config(group("the engine (the defaults suit nearly everybody)"), _CONFIG)
     add_common(parser)
     return parser
@@ -349,7 +349,7 @@ def run_parser() -> Parser:
 def plan_parser() -> Parser:
     parser = Parser("plan", "IN --tokenizer T [options]", description=_PLAN, epilog=_PLAN_EXAMPLES + EXIT_CODES_HELP)
     group = parser.add_argument_group
-    add_options(group("files"), _IN | _FORMAT | _PICTURES | _LIMITS)
+    add_options(group("files"), _IN | _FORMAT | _PICTURES | _LIMIT)
     add_options(group("the tokenizer"), _TOKENIZER | _CODE)
     _add_prompts(parser)
     add_config(group("sharing"), ["min_shared_tokens"])
