@@ -119,8 +119,8 @@ def test_warnings_are_lines(written: Written, saved: str, capsys: Capture) -> No
         (
             [{"question": "a"}, {"question": "b"}],
             [],
-            "line 1: has no `prompt` and no `messages` (it has question): pass --prompt-field question, or a "
-            "--template (and so with all of them)",
+            "line 1: has no `prompt` and no `messages` (it has question): name its field with "
+            "--prompt-field, or pass a --template (and so with all of them)",
         ),
         ([{"question": "a"}], ["--template", "{q}"], "line 1: has no field 'q', which the template names"),
         (

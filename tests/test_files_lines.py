@@ -78,9 +78,9 @@ BAD: list[tuple[Any, str]] = [  # (what stands beside a prompt, or the line; its
     ({"n": 2}, DATA_HINT),
     ({"n": "a"}, f": `n` must be a whole number, not 'a'{DATA_HINT}"),
     ({"num_return_sequences": 2}, "`num_return_sequences` is 2"),
-    ('{"promt": "w5"}', "did you mean `prompt` by `promt`?"),
-    (json.dumps({"message": CHAT}), "did you mean `messages` by `message`?"),
-    ('{"Prompt": "w5"}', "did you mean `prompt` by `Prompt`?"),
+    ('{"promt": "w5"}', "has no `prompt` and no `messages` (it has promt)"),
+    (json.dumps({"message": CHAT}), "has no `prompt` and no `messages` (it has message)"),
+    ('{"Prompt": "w5"}', "has no `prompt` and no `messages` (it has Prompt)"),
 ]
 
 
@@ -128,7 +128,7 @@ def test_errors_of_requests_are_in_their_words(body: str, said: str, tmp_path: P
         ({"window_bytes": "1MiB"}, "`window_bytes` must be"),
         ({"generation_config": {"max_new_tokens": 3}}, "`generation_config` must be"),
         ({"prompt_field": "question"}, "has no field 'question'"),
-        ({"prompt_field": "promt"}, "did you mean --prompt-field prompt"),
+        ({"prompt_field": "promt"}, r"has no field 'promt' \(it has prompt\)"),
         ({"template": "{question}"}, "has no field 'question'"),
         ({"keep": "question"}, "have no such field"),
     ],
@@ -174,7 +174,7 @@ def test_a_bad_first_request_of_a_batch(first: str, generator: BatchGenerator, t
 
 def test_a_prompt_that_all_lines_lack_comes_before_their_settings(tmp_path: Path, generator: BatchGenerator) -> None:
     lines: list[dict[str, Any]] = [{"question": "w5"}] * 5 + [{"question": "w5", "max_new_tokens": 0}]
-    with pytest.raises(InputFileError, match="--prompt-field question"):
+    with pytest.raises(InputFileError, match=r"\(it has question\): name its field with --prompt-field"):
         answered(generator, tmp_path, lines)
 
 

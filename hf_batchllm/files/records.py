@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +21,9 @@ from .templates import MissingField, Template, fields_in_words
 PLAIN, OPENAI = "plain", "openai"  # dialects
 ALL_FIELDS = ("all",)
 _PROMPT_FIELDS = ("prompt", "messages")
-_LIKELY_PROMPT_FIELDS = ("text", "question", "instruction", "input", "query", "content", "document", "sentence")
 _LOOKED_AT = 20  # records read before a model is loaded
 _FIELDS_SHOWN = 8
 _MOST_PROBLEMS_SHOWN = 8
-_SIMILARITY = 0.82
 
 
 @dataclass(frozen=True)
@@ -223,23 +220,13 @@ class RecordReader:
 
     def _why_no_prompt(self, record: Mapping[str, Any]) -> str:
         name, has = self.layout.prompt_field, fields_in_words(record)
-        if name in record:
-            return f"has nothing in {shown(name)}{has}"
         if name is not None:
-            near = _misspelt(record, (name,))
-            return f"has no field {shown(name)}{has}{f': did you mean --prompt-field {near[0]}?' if near else ''}"
+            return f"has {'nothing in' if name in record else 'no field'} {shown(name)}{has}"
         if any(name in record for name in _PROMPT_FIELDS):
             return "has an empty `prompt`" if "prompt" in record else "has empty `messages`"
         if "custom_id" in record and "body" in record:
             return "is a request of an OpenAI batch, but the first line of the file is not: keep the two in two files"
-        if near := _misspelt(record, _PROMPT_FIELDS):
-            hint = f"did you mean `{near[1]}` by `{near[0]}`?"
-        elif isinstance(record.get("prompt_token_ids"), list):
-            hint = "pass --prompt-field prompt_token_ids, or call it `prompt`, which may hold token ids"
-        else:
-            likely = [name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)]
-            hint = f"pass --prompt-field{f' {likely[0]}' if likely else ''}, or a --template"
-        return f"has no `prompt` and no `messages`{has}: {hint}"
+        return f"has no `prompt` and no `messages`{has}: name its field with --prompt-field, or pass a --template"
 
     def _checked(self, name: str, prompt: Any) -> Any:
         if self.cells and isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
@@ -257,15 +244,6 @@ class RecordReader:
             them = are if name == "messages" else "a prompt is a string, token ids or a chat"
             raise RecordError(f"has {what} as its `{name}`: {them}", name)
         return prompt
-
-
-def _misspelt(record: Mapping[str, Any], wanted: Sequence[str]) -> tuple[str, str] | None:
-    """A field whose name seems to be a misspelt one of ``wanted``, and that one."""
-    for name, value in record.items():
-        near = difflib.get_close_matches(name.lower(), wanted, n=1, cutoff=_SIMILARITY)
-        if near and name not in wanted and value not in (None, ""):
-            return name, near[0]
-    return None
 
 
 def _with_constants(record: Any, raw: bytes) -> Any:
