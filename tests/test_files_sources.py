@@ -229,30 +229,26 @@ def test_csv_as_people_write_it(written, name, data, expected) -> None:
     assert csv.field_size_limit() == before, "the limit of a cell is put back"
     with open_source(written(data, name)) as source:
         assert [source.where(number) for number in range(source.count)] == ["row 1", "row 2"][: source.count]
-        assert source.problems == {}
 
 
-def test_a_bad_row_does_not_stop_the_others(written) -> None:
-    data = b'prompt,id\na,1\nb,2,3\nc\n"d"x,4\ne\xff,5\n\xc3\xa9,6\n'
-    with open_source(written(data, "in.csv")) as source:
-        assert source.count == 6
-        assert {number: problem.split(" (")[0] for number, problem in source.problems.items()} == {
-            1: "has 3 cells, and there are 2 columns",
-            2: "has 1 cells, and there are 2 columns",
-            3: "is not CSV: ',' expected after '\"'",
-            4: "is not valid UTF-8",
-        }
-        found = source.records(range(6))
-        assert all(json.loads(raw) is not None for raw in found)
-        assert len(set(map(record_key, found))) == 6
-        assert json.loads(found[5]) == {"prompt": "é", "id": "6"}
-
-
-def test_columns_must_have_names_of_their_own_and_quotes_an_end(written) -> None:
-    with pytest.raises(InputFileError, match="more than one column is named 'a'"):
-        open_source(written("a,b,a\n1,2,3\n", "in.csv"))
-    with pytest.raises(InputFileError, match="row that begins on line 3 has a quote that is never closed"):
-        open_source(written('prompt\na\n"b\nc\nd\n', "in.csv"))
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("in.csv", "a,b,a\n1,2,3\n", "more than one column is named 'a'"),
+        ("in.csv", 'prompt\na\n"b\nc\nd\n', "the row that begins on line 3 is not CSV: unexpected end of data"),
+        ("in.csv", 'a,b\n"1\n",2\n3,4,5\n', "begins on line 4 is not CSV: it has 3 cells, and there are 2 columns"),
+        ("in.tsv", "a\tb\n1\n", "begins on line 2 is not CSV: it has 1 cells, and there are 2 columns"),
+        ("in.csv", 'a,b\n"1"x,2\n', "begins on line 2 is not CSV: ',' expected after"),
+        ("in.csv", "a,b\r1,2\r", "begins on line 1 is not CSV: new-line character"),
+        ("in.csv", b"a,b\n1,2\n3,\xff\n", "line 3: is not UTF-8: byte 0xff at byte 3"),
+        ("in.txt", b"a\n\nb\xff\n", "line 3: is not UTF-8: byte 0xff at byte 2"),
+    ],
+)
+def test_a_table_or_text_that_is_not_well_formed_is_refused_with_its_row(written, name, data, said) -> None:
+    before = csv.field_size_limit()
+    with pytest.raises(InputFileError, match=said):
+        open_source(written(data, name))
+    assert csv.field_size_limit() == before
 
 
 def test_parquet(tmp_path) -> None:

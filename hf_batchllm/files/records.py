@@ -96,8 +96,7 @@ class RecordReader:
     base: the settings of the whole run, without its seed: a PromptRecord has only the seed of its own line. dialect:
     PLAIN or OPENAI, see ``dialect_of``. cells: records come from a table, and numbers may be text. where: names a
     record's place to a person ("line 17"). repeated: records whose custom_id an earlier one has, see ``repeated_ids``.
-    problems: rows that could not be read as records, and why. images: which ones chats may show; without, chats are
-    text.
+    images: which ones chats may show; without, chats are text.
     """
 
     def __init__(
@@ -109,14 +108,13 @@ class RecordReader:
         cells: bool = False,
         where: Callable[[int], str] = lambda number: f"record {number}",
         repeated: Mapping[int, int] | None = None,
-        problems: Mapping[int, str] | None = None,
         images: ImageSources | None = None,
     ) -> None:
         self.layout = layout or RecordLayout()
         self.base = replace(base, seed=None)
         self.dialect, self.cells, self.images = dialect, cells, images
         self._where = where
-        self._repeated, self._problems = repeated or {}, problems or {}
+        self._repeated = repeated or {}
 
     def read(self, number: int, raw: bytes) -> PromptRecord | BadPromptRecord:
         record: dict[str, Any] = {}
@@ -125,8 +123,6 @@ class RecordReader:
             record = parse(raw)
             name = "custom_id" if self.dialect == OPENAI else "id"
             of_record |= {"id": record.get(name), "has_id": name in record, "kept": self._kept(record)}
-            if number in self._problems:
-                raise RecordError(self._problems[number])
             if self.dialect == OPENAI:
                 return self._request(record, raw, of_record)
             # First: if no record has one, an option is wrong rather than the records.
@@ -282,7 +278,6 @@ def make_reader(
         cells=source.format in TABLES,
         where=source.where,
         repeated=repeated_ids(source.read()) if dialect == OPENAI else {},
-        problems=source.problems,
         images=images,
     )
 

@@ -49,7 +49,6 @@ def open_source(
         with contextlib.ExitStack() as opened:
             stream = opened.enter_context(_open(path, note))
             origin = os.fstat(stream.fileno())
-            problems: dict[int, str] = {}
             twice = stat.S_ISREG(origin.st_mode) and stream.tell() == 0  # it can be read a second time
             if not twice and kind in ("jsonl", "parquet"):
                 pieces = iter(lambda: stream.read(_COPIED_AT_ONCE), b"")
@@ -57,8 +56,8 @@ def open_source(
             if kind == "jsonl":
                 _check_json_lines(stream, path)
             else:
-                stream = opened.enter_context(_copied(_json_lines(rows_of(stream, path, kind), problems), path))
-            source = Source(path, kind, stream, problems, origin)
+                stream = opened.enter_context(_copied((row + b"\n" for row in rows_of(stream, path, kind)), path))
+            source = Source(path, kind, stream, origin)
             opened.pop_all()
             return source
     except OSError as error:
@@ -89,15 +88,6 @@ def _copied(pieces: Iterable[bytes], path: str) -> IO[bytes]:
     return copy
 
 
-def _json_lines(rows: Iterable[tuple[bytes, str]], problems: dict[int, str]) -> Iterator[bytes]:
-    number = -1
-    for line, problem in rows:
-        number += bool(line)  # a blank line is no record
-        if problem:
-            problems[number] = problem
-        yield line + b"\n"
-
-
 def _check_json_lines(stream: IO[bytes], path: str) -> None:
     head = stream.read(1 << 12)
     stream.seek(0)
@@ -122,20 +112,16 @@ def _is_json_before_more(first: bytes, rest: bytes) -> bool:
 
 
 class Source:
-    """Its records are the lines that are not blank, numbered from 0.
-
-    problems: rows that are no valid records, and why; their bytes are JSON.
-    """
+    """Its records are the lines that are not blank, numbered from 0."""
 
     def __init__(
         self,
         path: str,
         format: str,
         stream: IO[bytes],  # of JSON lines, at its beginning
-        problems: dict[int, str],
         origin: os.stat_result,  # what was opened, where the stream is a copy
     ) -> None:
-        self.path, self.format, self.problems = path, format, problems
+        self.path, self.format = path, format
         self.name = "stdin" if path == "-" else path
         self._stream, self._origin = stream, origin
         starts, sizes, blanks = array("q"), array("q"), array("q")
