@@ -109,7 +109,7 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
             f"{RUN} --generation-config /nowhere",
             "argument --generation-config: it is neither JSON nor a file: /nowhere",
         ),
-        ("run in out.txt --model m", "an answer may have several lines, which a .txt cannot hold"),
+        ("run in out.txt --model m", "its name does not say what it is (.jsonl, .ndjson, .json, .csv, .tsv, .parquet)"),
         ("run in out.xyz --model m", "pass the format (`--output-format jsonl`)"),
         (f"{RUN} --output-format xml", "format 'xml': it must be one of jsonl, csv"),
         ("run in - --model m --restart", "`restart` needs an output that can be continued"),

@@ -148,9 +148,23 @@ def test_a_bad_first_line(first: str, generator: BatchGenerator, tmp_path: Path)
     assert "1 of 3 results is an error: see `error`" in str(report)
 
 
-def test_a_first_line_that_nobody_can_tell_from_other_json(generator: BatchGenerator, tmp_path: Path) -> None:
-    with pytest.raises(InputFileError, match="objects over several lines"):
-        answered(generator, tmp_path, ["{", GOOD])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{\n  "prompt": "w5"\n}\n' * 2,
+        b'[\n  {"prompt": "w5"},\n  {"prompt": "w6"}\n]\n',
+        b'[{"prompt": "w5"}, {"prompt": "w6"}]\n',
+        b"\x1f\x8b\x08\x00",
+        '{"prompt": "w5"}\n'.encode("utf-16"),
+        b"PAR1\x15\x04\n\xff\n" * 20,
+        b"no json",
+    ],
+)
+def test_a_file_of_another_kind_is_refused_as_a_whole(data: bytes, generator: BatchGenerator, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(data)
+    with pytest.raises(InputFileError, match=r"in.jsonl is no file of JSON lines \(line 1.*jq.*zcat.*--format"):
+        run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -385,8 +399,8 @@ def test_plain_text_is_a_prompt_on_each_line(generator: BatchGenerator, tmp_path
 @pytest.mark.parametrize(
     ("data", "target", "error", "said"),
     [
-        (b"w5\n", "out.txt", OutputFileError, "may have several lines"),
-        (b"\x1f\x8b\x08", "out.jsonl", InputFileError, "is compressed"),
+        (b"w5\n", "out.txt", OutputFileError, "does not say what it is"),
+        (b"\x1f\x8b\x08", "out.jsonl", InputFileError, "compressed file is unpacked first"),
         (b"w5\nw6 \xff\n", "out.jsonl", InputFileError, "line 2: is not UTF-8: byte 0xff at byte 4"),
     ],
 )

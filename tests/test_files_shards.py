@@ -204,7 +204,7 @@ def test_where_a_part_cannot_be_write_lines(generator: BatchGenerator, folder: P
         ("-", OutputFileError, "and - is a stream"),
         ("/dev/null", OutputFileError, "and /dev/null is a stream"),
         (folder / "in.jsonl", OutputFileError, "is the input"),
-        (folder / "out.txt", OutputFileError, "cannot hold"),
+        (folder / "out.txt", OutputFileError, "does not say what it is"),
     ):
         with pytest.raises(error, match=why):
             run_file(generator, folder / "in.jsonl", target, shard="1/2", **SETTINGS)

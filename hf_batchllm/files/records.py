@@ -15,13 +15,18 @@ from .json_lines import NoPromptError, RecordError, parse, wrong
 from .openai import OpenAIRequest, in_openai_names, prompt_of, read_request
 from .settings import NO_SETTINGS, GenerationSettings, SettingError, if_data, settings_in_record
 from .sources import Source
-from .tables import TABLES
+from .tables import TABLES, UTF8_HINT
 from .templates import MissingField, Template, fields_in_words
 
 PLAIN, OPENAI = "plain", "openai"  # dialects
 ALL_FIELDS = ("all",)
 _PROMPT_FIELDS = ("prompt", "messages")
 _LOOKED_AT = 20  # records read before a model is loaded
+_SURE = 2  # first records that are no JSON objects: the file is of another kind, rather than these records bad
+_OTHER_KIND = (
+    "`jq -c .` makes lines of objects over several lines, `jq -c '.[]'` makes them of an array. "
+    f"{UTF8_HINT}. --format says that IN is of another kind"
+)
 _FIELDS_SHOWN = 8
 _MOST_PROBLEMS_SHOWN = 8
 
@@ -288,6 +293,8 @@ def check_first_records(reader: RecordReader, source: Source, limit: int | None 
     count = min(source.count, _LOOKED_AT, limit or _LOOKED_AT)
     raws = source.records(range(count))
     records = [reader.read(number, raw) for number, raw in enumerate(raws)]
+    if records and next(_parsed(raws[:_SURE]), None) is None:
+        raise InputFileError(f"{source.name} is no file of JSON lines ({records[0]}). {_OTHER_KIND}")
     bad = [each for each in records if isinstance(each, BadPromptRecord) and each.no_prompt]
     if bad and len(bad) == len(records):
         others = "all" if count == source.count else f"the first {count}"

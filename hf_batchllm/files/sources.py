@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import stat
@@ -20,7 +19,7 @@ import numpy as np
 from ..errors import InputFileError
 from ..notices import warn_user
 from .paths import reason
-from .tables import MARK, TABLES, check_text, format_of, rows_of
+from .tables import MARK, TABLES, format_of, rows_of
 
 WINDOW_BYTES = 256 << 20
 LEVELS = (64, 256, 1024, 4096, 16384)  # first bytes of a prompt, each with a checksum
@@ -53,9 +52,7 @@ def open_source(
             if not twice and kind in ("jsonl", "parquet"):
                 pieces = iter(lambda: stream.read(_COPIED_AT_ONCE), b"")
                 stream = opened.enter_context(_copied(pieces, path))
-            if kind == "jsonl":
-                _check_json_lines(stream, path)
-            else:
+            if kind != "jsonl":
                 stream = opened.enter_context(_copied((row + b"\n" for row in rows_of(stream, path, kind)), path))
             source = Source(path, kind, stream, origin)
             opened.pop_all()
@@ -86,29 +83,6 @@ def _copied(pieces: Iterable[bytes], path: str) -> IO[bytes]:
             "The environment variable TMPDIR names another folder"
         ) from error
     return copy
-
-
-def _check_json_lines(stream: IO[bytes], path: str) -> None:
-    head = stream.read(1 << 12)
-    stream.seek(0)
-    check_text(head, path)
-    first, _, rest = (part.strip() for part in head.removeprefix(MARK).lstrip().partition(b"\n"))
-    what = ""
-    if (first == b"[" and rest) or (first.startswith((b"[{", b"[ {")) and not _is_json_before_more(first, rest)):
-        what, jq = "is one JSON array", "-c '.[]'"
-    elif first == b"{" and rest:
-        what, jq = "has objects over several lines", "-c ."
-    if what:
-        raise InputFileError(
-            f"{path} {what}, not JSON lines (one object on each line): `jq {jq} {path} > lines.jsonl` makes lines of it"
-        )
-
-
-def _is_json_before_more(first: bytes, rest: bytes) -> bool:
-    """Whether the first line is a whole JSON array, and objects follow: one bad line in a file of JSON lines."""
-    with contextlib.suppress(ValueError):
-        return isinstance(json.loads(first), list) and rest.startswith(b"{")
-    return False
 
 
 class Source:

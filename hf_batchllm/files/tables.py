@@ -22,19 +22,8 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv
 TABLES = ("csv", "tsv", "parquet")
 TEXT = "txt"  # a prompt on each line; an input only, as an answer may have several lines
 INSTALL = "pip install 'hf-batchllm[files]'"
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8
-_UNPACKED = "`{} {{path}} | hf-batchllm run - OUT ...`, or unpack it"
-_UTF16 = ("is UTF-16", "`iconv -f UTF-16 -t UTF-8 {path}` makes UTF-8 of it")
-_FIRST_BYTES = {  # of files that are not text
-    b"\x1f\x8b": ("is compressed (gzip)", _UNPACKED.format("zcat")),
-    b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", _UNPACKED.format("zstdcat")),
-    b"BZh": ("is compressed (bzip2)", _UNPACKED.format("bzcat")),
-    b"PK\x03\x04": ("is a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
-    b"\xff\xfe": _UTF16,
-    b"\xfe\xff": _UTF16,
-    b"PAR1": ("is a Parquet file", "pass format `parquet`"),
-}
+UTF8_HINT = "`iconv` makes UTF-8 of other text. A compressed file is unpacked first, as in `zcat IN | ... run - OUT`"
 _ROWS_AT_ONCE = 2048
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _FIRST_COLUMNS, _LAST_COLUMNS = ("index", "id", "sample"), ("error",)
@@ -54,12 +43,6 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
     known = FORMATS | ({f".{TEXT}": TEXT} if reads else {})
     if path == "-" or suffix in known:
         return known.get(suffix, "jsonl")
-    if suffix == f".{TEXT}":
-        raise error(f"{path}: an answer may have several lines, which a .txt cannot hold: name it .jsonl or .csv")
-    if suffix in _COMPRESSED and reads:
-        raise error(f"{path} is compressed: unpack it first, or `zcat {path} | hf-batchllm run - OUT ...`")
-    if suffix in _COMPRESSED:
-        raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} out, or use `- | gzip`")
     option = "--format" if reads else "--output-format"
     raise error(f"{path}: its name does not say what it is ({', '.join(known)}): pass the format (`{option} jsonl`)")
 
@@ -83,22 +66,13 @@ def rows_of(stream: IO[bytes], path: str, kind: str) -> Iterator[bytes]:
     return _text_rows(stream, path) if kind == TEXT else _csv_rows(stream, path, _DELIMITERS[kind])
 
 
-def check_text(head: bytes, path: str) -> None:
-    """``head``: the first bytes of a file that should be text."""
-    for first_bytes, (what, remedy) in _FIRST_BYTES.items():
-        if head.startswith(first_bytes):
-            raise InputFileError(f"{path} {what}: {remedy.format(path=path)}")
-
-
 def _lines(stream: IO[bytes], path: str) -> Iterator[str]:
     for number, raw in enumerate(stream, 1):
-        if number == 1:
-            check_text(raw, path)
         try:
             yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             why = f"is not UTF-8: byte {raw[error.start]:#04x} at byte {error.start + 1}"
-            raise InputFileError(f"{path}, line {number:,}: {why}") from None
+            raise InputFileError(f"{path}, line {number:,}: {why}. {UTF8_HINT}") from None
 
 
 def _text_rows(stream: IO[bytes], path: str) -> Iterator[bytes]:
