@@ -98,7 +98,7 @@ class Source:
         self.path, self.format = path, format
         self.name = "stdin" if path == "-" else path
         self._stream, self._origin = stream, origin
-        starts, sizes, blanks = array("q"), array("q"), array("q")
+        starts, sizes, blanks, keys = array("q"), array("q"), array("q"), array("Q")
         digest = hashlib.blake2b(digest_size=16)
         at = 0
         for place, raw in enumerate(stream):
@@ -108,9 +108,12 @@ class Source:
                 blanks.append(place)
             else:
                 starts.append(at + len(raw) - len(line))
-                sizes.append(len(line))
+                record = line.removesuffix(b"\n").removesuffix(b"\r")
+                sizes.append(len(record))
+                keys.append(int(record_key(record), 16))
             at += len(raw)
         self._starts, self._sizes = np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64)
+        self.keys = np.array(keys, dtype=np.uint64)  # [records] as 48-bit numbers
         self._before = np.array(blanks, dtype=np.int64) - np.arange(len(blanks))  # records before each blank line
         self.count, self.size = len(starts), at
         self.digest = digest.hexdigest()  # of all bytes: the same only if the input has not changed
@@ -128,6 +131,10 @@ class Source:
         path = self.path if self.path == "-" else os.path.abspath(self.path)
         return {"path": path, "records": self.count, "bytes": self.size, "digest": self.digest}
 
+    def key(self, number: int) -> str:
+        """What ``record_key`` makes of a record."""
+        return f"{self.keys[number]:012x}"
+
     def where(self, number: int) -> str:
         """The place as a person finds it: ``line 17`` of the file, or ``row 17`` below the header of a table."""
         if self.format in TABLES:
@@ -142,7 +149,7 @@ class Source:
                 raw = self._stream.read(int(self._sizes[number]))
                 if len(raw) < self._sizes[number]:
                     raise InputFileError(f"{self.name} has become shorter while it was being read")
-                yield int(number), raw.removesuffix(b"\n").removesuffix(b"\r")
+                yield int(number), raw
             now = os.fstat(self._stream.fileno())
         except OSError as error:
             raise InputFileError(f"{self.name} cannot be read any more: {reason(error)}") from error
