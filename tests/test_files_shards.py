@@ -162,7 +162,7 @@ def test_a_part_without_records_says_so(generator: BatchGenerator, tmp_path: Pat
     assert len(empty) == 2 and all(str(report).endswith(f"{report.part} has no records") for report in empty)
     assert all("nothing to do" in str(report) for report in empty)
     report = merge_shards(tmp_path / "out.jsonl")
-    assert (report.parts, report.records, report.written) == (5, 3, 3)
+    assert (report.records, report.written) == (3, 3)
     for report in empty:  # it would not be missed
         Path(report.path).unlink()
         Path(f"{report.path}.run.json").unlink()
