@@ -115,7 +115,7 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
         ("run in - --model m --restart", "`restart` needs an output that can be continued"),
         ("run in /dev/stdout --model m --retry-errors", "`retry_errors` needs an output that can be continued"),
         ("run in - --model m --shard 1/2", "`shard` needs an output that can be continued"),
-        (f"{RUN} --shard 0/8", "is '0/8': parts are counted from 1, so the first is 1/8"),
+        (f"{RUN} --shard 0/8", "for the second of eight, not '0/8' (in a Slurm script"),
         (f"{RUN} --image-folder none", "is 'none', and there is no such folder"),
         (f"{RUN} --image-folder . --gpus 2", "images are not supported on several GPUs"),
         ("merge out", "pass the format (`--output-format jsonl`)"),

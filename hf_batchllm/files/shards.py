@@ -59,18 +59,12 @@ class Part:
 
 def read_shard(text: str) -> Shard:
     found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
-        raise FilesError(f"`shard` says which part of how many, as in 2/8 for the second of eight, not {shown(text)}")
-    part, of = int(found[1]), int(found[2])
-    why = ""
-    if of < 1 or of > MOST_PARTS:
-        why = f"a file has at least 1 part, and at most {MOST_PARTS:,}"
-    elif part < 1:
-        why = f"parts are counted from 1, so the first is 1/{of} (in a Slurm script: #SBATCH --array=1-{of})"
-    elif part > of:
-        why = f"there is no part {part:,} of {of:,}. The last one is {of}/{of}"
-    if why:
-        raise FilesError(f"`shard` is {shown(text)}: {why}")
+    part, of = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= of <= MOST_PARTS:
+        raise FilesError(
+            f"`shard` says which part of how many, counted from 1 up to {MOST_PARTS:,}, as in 2/8 for the second of "
+            f"eight, not {shown(text)} (in a Slurm script of eight jobs: #SBATCH --array=1-8)"
+        )
     return Shard(part, of)
 
 
