@@ -323,7 +323,7 @@ def test_a_list_without_sharing_keeps_its_order() -> None:
     assert not shared.any()
 
 
-def test_windows_are_cut_between_families(written) -> None:
+def test_windows_cut_no_family_but_at_their_edges(written) -> None:
     families = [f"document {number}: " + chr(97 + number) * 300 for number in range(20)]
     chance = np.random.default_rng(0)
     texts = [families[number] + f" {place}" for place, number in enumerate(chance.integers(0, 20, 400))]
@@ -332,13 +332,13 @@ def test_windows_are_cut_between_families(written) -> None:
         assert [window.tolist() for window in source.windows(everything)] == [list(range(400))]
         size = 100 * (340 + 512)
         windows = list(source.windows(everything, window_bytes=size))
-        assert 4 <= len(windows) <= 7
+        assert len(windows) == 4
         assert sorted(np.concatenate(windows).tolist()) == list(range(400))
         for window in windows:
-            assert sum(len(raw) + 512 for raw in source.records(window)) <= size
+            assert sum(len(raw) + 512 for raw in source.records(window)) <= size + 340 + 512
             assert window.tolist() == sorted(window.tolist())
         homes = [{texts[number][:20] for number in window} for window in windows]
-        assert sum(map(len, homes)) == 20, "no family is in two windows"
+        assert sum(map(len, homes)) <= 20 + len(windows) - 1
 
         some = np.arange(1, 400, 3)
         windows = list(source.windows(some, window_bytes=size // 3))
@@ -354,7 +354,8 @@ def test_pieces_cost_about_the_same_and_no_record_is_lost() -> None:
     for _ in range(200):
         count, pieces = int(chance.integers(1, 40)), int(chance.integers(1, 50))
         cost = chance.integers(1, 50, count)
-        edges = cut(chance.integers(0, 5, count), cost, pieces, 1 / 20)
+        edges = cut(cost, pieces)
         assert (edges[0], edges[-1], len(edges)) == (0, count, pieces + 1) and (np.diff(edges) >= 0).all()
         sums = np.diff(np.concatenate([[0], np.cumsum(cost)])[edges])
-        assert sums.max() <= cost.sum() / pieces * 1.1 + cost.max() + 2
+        assert sums.max() <= cost.sum() / pieces + cost.max() + 1
+    assert cut(np.zeros(0, dtype=np.int64), 3).tolist() == [0, 0, 0, 0]

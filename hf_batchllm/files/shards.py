@@ -18,7 +18,6 @@ from .sources import LEVELS, PromptOf, Source, cut, fingerprints, sharing_order
 
 ANSWER_COST = 1024  # an answer takes about as long as so many bytes of a prompt
 MOST_PARTS = 100_000
-_TOLERANCE = 1 / 20  # of a part: a cut may be so far away from the place at which parts would cost the same
 _WRITTEN = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*", re.ASCII)
 _OF_A_PART = re.compile(r"(.+)\.shard-([1-9]\d*)-of-([1-9]\d*)\.jsonl", re.ASCII | re.DOTALL)
 
@@ -99,7 +98,7 @@ def part_of(source: Source, shard: Shard, count: int, prompt_of: PromptOf) -> Pa
     # A record costs what it adds to the one before it, and its answer.
     known = np.array([0, *LEVELS], dtype=np.int64)[shared]
     cost = np.maximum(np.array(sizes, dtype=np.int64)[order] - known, 0) + ANSWER_COST
-    edges = cut(shared, cost, shard.of, _TOLERANCE)
+    edges = cut(cost, shard.of)
     return Part(
         shard,
         numbers=np.sort(order[edges[shard.part - 1] : edges[shard.part]]),

@@ -23,7 +23,6 @@ from .tables import MARK, TABLES, format_of, rows_of
 
 WINDOW_BYTES = 256 << 20
 LEVELS = (64, 256, 1024, 4096, 16384)  # first bytes of a prompt, each with a checksum
-_TOLERANCE = 1 / 6  # of a window: a cut may be so far away from its ideal place
 _RECORD_COST = 512  # bytes of memory that a record takes beside its text
 _COPIED_AT_ONCE = 1 << 20  # bytes of an input that cannot be read twice
 
@@ -162,7 +161,7 @@ class Source:
     def windows(
         self, numbers: np.ndarray, window_bytes: int = WINDOW_BYTES, prompt_of: PromptOf | None = None
     ) -> Iterator[np.ndarray]:
-        """``numbers`` in windows that fit into memory; prompts that begin alike share a window.
+        """``numbers`` in windows that fit into memory; prompts that begin alike share a window, but at its edges.
 
         ``prompt_of`` gives the text of a record's prompt; by default its raw bytes stand for it.
         """
@@ -170,9 +169,8 @@ class Source:
         if int(cost.sum()) <= window_bytes:
             yield from [numbers] if len(numbers) else []
             return
-        order, shared = sharing_order(fingerprints((raw for _, raw in self.read(numbers)), prompt_of))
-        pieces = math.ceil(cost.sum() / window_bytes * (1 + 2 * _TOLERANCE))
-        for first, last in pairwise(cut(shared, cost[order], pieces, _TOLERANCE).tolist()):
+        order, _ = sharing_order(fingerprints((raw for _, raw in self.read(numbers)), prompt_of))
+        for first, last in pairwise(cut(cost[order], math.ceil(cost.sum() / window_bytes)).tolist()):
             if last > first:
                 yield numbers[np.sort(order[first:last])]
 
@@ -220,23 +218,12 @@ def sharing_order(prints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, np.concatenate([np.zeros(min(len(order), 1), dtype=np.int64), shared])
 
 
-def cut(shared: np.ndarray, cost: np.ndarray, pieces: int, tolerance: float) -> np.ndarray:
-    """[pieces + 1] where each piece begins, if a list is cut into pieces of about equal cost where the least is shared.
+def cut(cost: np.ndarray, pieces: int) -> np.ndarray:
+    """[pieces + 1] where each piece begins, if a list is cut into pieces of about equal cost.
 
-    tolerance: so far, as a part of a piece, a cut may be away from the place at which pieces would cost the same.
-    ``shared`` ([records] levels in common with the record before) and ``cost`` belong to the records in their order.
+    Records that share a beginning may be divided: what they share is then computed once more, which is little beside a
+    piece. ``cost``: [records]
     """
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(cost)])  # [records + 1]
-    total = int(before[-1])
-    within = int(total / pieces * tolerance)
-    edges = [_edge(before, shared, total * each // pieces, within) for each in range(1, pieces)] if total else []
-    edges = edges or [0] * (pieces - 1)
-    return np.maximum.accumulate(np.array([0, *edges, len(cost)], dtype=np.int64))
-
-
-def _edge(before: np.ndarray, shared: np.ndarray, ideal: int, within: int) -> int:
-    first, last = np.searchsorted(before, [ideal - within, ideal + within + 1]).tolist()
-    if first == last:  # a record reaches beyond the tolerance: the nearer one of its ends
-        return int(first - 1 if first and ideal - before[first - 1] <= before[first] - ideal else first)
-    places = first + np.flatnonzero(shared[first:last] == shared[first:last].min(initial=len(LEVELS)))
-    return int(places[np.argmin(np.abs(before[places] - ideal))]) if len(places) else last
+    edges: np.ndarray = np.searchsorted(before, before[-1] * np.arange(pieces + 1) // pieces)
+    return edges
