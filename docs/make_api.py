@@ -54,7 +54,6 @@ _CHAPTERS = {
             "WorkerReport",
             "SharingPlan",
             "FileReport",
-            "MergeReport",
         ),
     ],
     "Schedulers": ["BaseScheduler"],

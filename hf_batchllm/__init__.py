@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         UnsupportedOptionError,
     )
     from .files.merge_shards import merge_shards
-    from .files.report import FileReport, MergeReport
+    from .files.report import FileReport
     from .files.run_file import run_file
     from .generator import BatchGenerator
     from .integrations.accelerated import accelerated
@@ -63,7 +63,6 @@ _HOME = {  # public name -> the module that holds it
     "GeneratorBusyError": "errors",
     "GeneratorPool": "pool.generator_pool",
     "RankGenerator": "pool.rank_generator",
-    "MergeReport": "files.report",
     "OptionValueError": "errors",
     "PoolError": "errors",
     "RanksError": "errors",
@@ -97,7 +96,6 @@ __all__ = [
     "GenerationInterrupted",
     "GeneratorBusyError",
     "GeneratorPool",
-    "MergeReport",
     "OptionValueError",
     "PoolError",
     "PromptError",

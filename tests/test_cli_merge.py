@@ -33,7 +33,7 @@ def test_jobs_of_an_array_and_their_merge(job: list[str], capsys: Capture) -> No
     out, err = capsys.readouterr()
     assert not out
     assert err.splitlines() == [
-        "out.jsonl: 13 results of 3 parts",
+        "out.jsonl: 13 results",
         "1 of 13 results is an error: see `error`",
         "the parts are not needed any more, and may be deleted: out.jsonl.shard-*-of-3.jsonl and their .run.json",
     ]

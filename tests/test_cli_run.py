@@ -119,8 +119,8 @@ def test_warnings_are_lines(written: Written, saved: str, capsys: Capture) -> No
         (
             [{"question": "a"}, {"question": "b"}],
             [],
-            "line 1: has no `prompt` and no `messages` (it has question): pass --prompt-field question, or a "
-            "--template (and so with all of them)",
+            "line 1: has no `prompt` and no `messages` (it has question): name its field with "
+            "--prompt-field, or pass a --template (and so with all of them)",
         ),
         ([{"question": "a"}], ["--template", "{q}"], "line 1: has no field 'q', which the template names"),
         (
@@ -149,8 +149,8 @@ def test_what_makes_all_lines_bad_is_said_once(
             "out.jsonl: run the same again, and it goes on from them\n",
         ),
         (raising(KeyboardInterrupt()), 130, "interrupted: 1 of 2 results are in out.jsonl: run the same again"),
-        (lambda *given, **named: os.kill(os.getpid(), signal.SIGTERM), 143, "interrupted: 1 of 2"),
-        (lambda *given, **named: os.kill(os.getpid(), signal.SIGHUP), 129, "interrupted: 1 of 2"),
+        (lambda *given, **named: os.kill(os.getpid(), signal.SIGTERM), 130, "interrupted: 1 of 2"),
+        (lambda *given, **named: os.kill(os.getpid(), signal.SIGHUP), 130, "interrupted: 1 of 2"),
     ],
 )
 def test_exit_codes_of_runs_that_stop(

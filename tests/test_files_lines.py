@@ -78,9 +78,9 @@ BAD: list[tuple[Any, str]] = [  # (what stands beside a prompt, or the line; its
     ({"n": 2}, DATA_HINT),
     ({"n": "a"}, f": `n` must be a whole number, not 'a'{DATA_HINT}"),
     ({"num_return_sequences": 2}, "`num_return_sequences` is 2"),
-    ('{"promt": "w5"}', "did you mean `prompt` by `promt`?"),
-    (json.dumps({"message": CHAT}), "did you mean `messages` by `message`?"),
-    ('{"Prompt": "w5"}', "did you mean `prompt` by `Prompt`?"),
+    ('{"promt": "w5"}', "has no `prompt` and no `messages` (it has promt)"),
+    (json.dumps({"message": CHAT}), "has no `prompt` and no `messages` (it has message)"),
+    ('{"Prompt": "w5"}', "has no `prompt` and no `messages` (it has Prompt)"),
 ]
 
 
@@ -128,7 +128,7 @@ def test_errors_of_requests_are_in_their_words(body: str, said: str, tmp_path: P
         ({"window_bytes": "1MiB"}, "`window_bytes` must be"),
         ({"generation_config": {"max_new_tokens": 3}}, "`generation_config` must be"),
         ({"prompt_field": "question"}, "has no field 'question'"),
-        ({"prompt_field": "promt"}, "did you mean --prompt-field prompt"),
+        ({"prompt_field": "promt"}, r"has no field 'promt' \(it has prompt\)"),
         ({"template": "{question}"}, "has no field 'question'"),
         ({"keep": "question"}, "have no such field"),
     ],
@@ -148,9 +148,23 @@ def test_a_bad_first_line(first: str, generator: BatchGenerator, tmp_path: Path)
     assert "1 of 3 results is an error: see `error`" in str(report)
 
 
-def test_a_first_line_that_nobody_can_tell_from_other_json(generator: BatchGenerator, tmp_path: Path) -> None:
-    with pytest.raises(InputFileError, match="objects over several lines"):
-        answered(generator, tmp_path, ["{", GOOD])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{\n  "prompt": "w5"\n}\n' * 2,
+        b'[\n  {"prompt": "w5"},\n  {"prompt": "w6"}\n]\n',
+        b'[{"prompt": "w5"}, {"prompt": "w6"}]\n',
+        b"\x1f\x8b\x08\x00",
+        '{"prompt": "w5"}\n'.encode("utf-16"),
+        b"PAR1\x15\x04\n\xff\n" * 20,
+        b"no json",
+    ],
+)
+def test_a_file_of_another_kind_is_refused_as_a_whole(data: bytes, generator: BatchGenerator, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(data)
+    with pytest.raises(InputFileError, match=r"in.jsonl is no file of JSON lines \(line 1.*jq.*zcat.*--format"):
+        run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +188,7 @@ def test_a_bad_first_request_of_a_batch(first: str, generator: BatchGenerator, t
 
 def test_a_prompt_that_all_lines_lack_comes_before_their_settings(tmp_path: Path, generator: BatchGenerator) -> None:
     lines: list[dict[str, Any]] = [{"question": "w5"}] * 5 + [{"question": "w5", "max_new_tokens": 0}]
-    with pytest.raises(InputFileError, match="--prompt-field question"):
+    with pytest.raises(InputFileError, match=r"\(it has question\): name its field with --prompt-field"):
         answered(generator, tmp_path, lines)
 
 
@@ -372,24 +386,22 @@ def test_the_bar_of_a_resumed_file_counts_from_what_is_done(
 
 
 def test_plain_text_is_a_prompt_on_each_line(generator: BatchGenerator, tmp_path: Path) -> None:
-    text = b'\xef\xbb\xbfw5 w6\r\n\n  w7 w8 \n \nw5 \xff\n[{"role": "user", "content": "w5"}]\nw9'
-    prompts = ["w5 w6", "  w7 w8 ", None, '[{"role": "user", "content": "w5"}]', "w9"]
+    text = b'\xef\xbb\xbfw5 w6\r\n\n  w7 w8 \n \n[{"role": "user", "content": "w5"}]\nw9'
+    prompts = ["w5 w6", "  w7 w8 ", '[{"role": "user", "content": "w5"}]', "w9"]
     for name, format in (("in.txt", None), ("copy.dat", "txt")):
         (tmp_path / name).write_bytes(text)
         report = run_file(generator, tmp_path / name, tmp_path / f"{name}.jsonl", format=format, **SETTINGS)
-        assert report.errors == 1 and report.written == 5
+        assert report.errors == 0 and report.written == 4
         for prompt, line in zip(prompts, results(tmp_path / f"{name}.jsonl"), strict=True):
-            if prompt is None:
-                assert line["error"] == "line 5: is not UTF-8: byte 0xff at byte 4"
-            else:
-                assert line["text"] == generator.generate(prompt, max_new_tokens=4)[0].text
+            assert line["text"] == generator.generate(prompt, max_new_tokens=4)[0].text
 
 
 @pytest.mark.parametrize(
     ("data", "target", "error", "said"),
     [
-        (b"w5\n", "out.txt", OutputFileError, "may have several lines"),
-        (b"\x1f\x8b\x08", "out.jsonl", InputFileError, "is compressed"),
+        (b"w5\n", "out.txt", OutputFileError, "does not say what it is"),
+        (b"\x1f\x8b\x08", "out.jsonl", InputFileError, "compressed file is unpacked first"),
+        (b"w5\nw6 \xff\n", "out.jsonl", InputFileError, "line 2: is not UTF-8: byte 0xff at byte 4"),
     ],
 )
 def test_where_plain_text_cannot_be(

@@ -154,14 +154,9 @@ with open_source("-") as source:
     [
         ("in.text", b"{}", "pass the format"),
         ("in", b"{}", "pass the format"),
-        ("in.jsonl.gz", b"\x1f\x8b", "is compressed: unpack it first"),
-        ("in.jsonl", b"\x1f\x8b\x08\x00", r"compressed \(gzip\).*zcat"),
-        ("in.jsonl", b"\xff\xfe{\0}\0", "UTF-16"),
-        ("in.jsonl", b"PAR1....", "Parquet"),
-        ("in.json", b'[{"prompt": 1}, {"prompt": 2}]', r"one JSON array.*jq -c '\.\[\]'"),
-        ("in.json", b'[\n  {"prompt": 1}\n]\n', "one JSON array"),
-        ("in.json", b'{\n  "prompt": 1\n}\n', r"objects over several lines.*jq -c \."),
-        ("in.csv", b"PAR1\x15\x04", "is a Parquet file"),
+        ("in.jsonl.gz", b"\x1f\x8b", "pass the format"),
+        ("in.csv", b"\x1f\x8b\x08\x00", "line 1: is not UTF-8: byte 0x8b at byte 2.*zcat"),
+        ("in.csv", "prompt\n".encode("utf-16"), "line 1: is not UTF-8.*iconv"),
         ("in.parquet", b"{}\n", "cannot be read as Parquet"),
         ("in.parquet", b"", "cannot be read as Parquet"),
     ],
@@ -229,30 +224,26 @@ def test_csv_as_people_write_it(written, name, data, expected) -> None:
     assert csv.field_size_limit() == before, "the limit of a cell is put back"
     with open_source(written(data, name)) as source:
         assert [source.where(number) for number in range(source.count)] == ["row 1", "row 2"][: source.count]
-        assert source.problems == {}
 
 
-def test_a_bad_row_does_not_stop_the_others(written) -> None:
-    data = b'prompt,id\na,1\nb,2,3\nc\n"d"x,4\ne\xff,5\n\xc3\xa9,6\n'
-    with open_source(written(data, "in.csv")) as source:
-        assert source.count == 6
-        assert {number: problem.split(" (")[0] for number, problem in source.problems.items()} == {
-            1: "has 3 cells, and there are 2 columns",
-            2: "has 1 cells, and there are 2 columns",
-            3: "is not CSV: ',' expected after '\"'",
-            4: "is not valid UTF-8",
-        }
-        found = source.records(range(6))
-        assert all(json.loads(raw) is not None for raw in found)
-        assert len(set(map(record_key, found))) == 6
-        assert json.loads(found[5]) == {"prompt": "é", "id": "6"}
-
-
-def test_columns_must_have_names_of_their_own_and_quotes_an_end(written) -> None:
-    with pytest.raises(InputFileError, match="more than one column is named 'a'"):
-        open_source(written("a,b,a\n1,2,3\n", "in.csv"))
-    with pytest.raises(InputFileError, match="row that begins on line 3 has a quote that is never closed"):
-        open_source(written('prompt\na\n"b\nc\nd\n', "in.csv"))
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("in.csv", "a,b,a\n1,2,3\n", "more than one column is named 'a'"),
+        ("in.csv", 'prompt\na\n"b\nc\nd\n', "the row that begins on line 3 is not CSV: unexpected end of data"),
+        ("in.csv", 'a,b\n"1\n",2\n3,4,5\n', "begins on line 4 is not CSV: it has 3 cells, and there are 2 columns"),
+        ("in.tsv", "a\tb\n1\n", "begins on line 2 is not CSV: it has 1 cells, and there are 2 columns"),
+        ("in.csv", 'a,b\n"1"x,2\n', "begins on line 2 is not CSV: ',' expected after"),
+        ("in.csv", "a,b\r1,2\r", "begins on line 1 is not CSV: new-line character"),
+        ("in.csv", b"a,b\n1,2\n3,\xff\n", "line 3: is not UTF-8: byte 0xff at byte 3"),
+        ("in.txt", b"a\n\nb\xff\n", "line 3: is not UTF-8: byte 0xff at byte 2"),
+    ],
+)
+def test_a_table_or_text_that_is_not_well_formed_is_refused_with_its_row(written, name, data, said) -> None:
+    before = csv.field_size_limit()
+    with pytest.raises(InputFileError, match=said):
+        open_source(written(data, name))
+    assert csv.field_size_limit() == before
 
 
 def test_parquet(tmp_path) -> None:
@@ -332,7 +323,7 @@ def test_a_list_without_sharing_keeps_its_order() -> None:
     assert not shared.any()
 
 
-def test_windows_are_cut_between_families(written) -> None:
+def test_windows_cut_no_family_but_at_their_edges(written) -> None:
     families = [f"document {number}: " + chr(97 + number) * 300 for number in range(20)]
     chance = np.random.default_rng(0)
     texts = [families[number] + f" {place}" for place, number in enumerate(chance.integers(0, 20, 400))]
@@ -341,13 +332,13 @@ def test_windows_are_cut_between_families(written) -> None:
         assert [window.tolist() for window in source.windows(everything)] == [list(range(400))]
         size = 100 * (340 + 512)
         windows = list(source.windows(everything, window_bytes=size))
-        assert 4 <= len(windows) <= 7
+        assert len(windows) == 4
         assert sorted(np.concatenate(windows).tolist()) == list(range(400))
         for window in windows:
-            assert sum(len(raw) + 512 for raw in source.records(window)) <= size
+            assert sum(len(raw) + 512 for raw in source.records(window)) <= size + 340 + 512
             assert window.tolist() == sorted(window.tolist())
         homes = [{texts[number][:20] for number in window} for window in windows]
-        assert sum(map(len, homes)) == 20, "no family is in two windows"
+        assert sum(map(len, homes)) <= 20 + len(windows) - 1
 
         some = np.arange(1, 400, 3)
         windows = list(source.windows(some, window_bytes=size // 3))
@@ -363,7 +354,8 @@ def test_pieces_cost_about_the_same_and_no_record_is_lost() -> None:
     for _ in range(200):
         count, pieces = int(chance.integers(1, 40)), int(chance.integers(1, 50))
         cost = chance.integers(1, 50, count)
-        edges = cut(chance.integers(0, 5, count), cost, pieces, 1 / 20)
+        edges = cut(cost, pieces)
         assert (edges[0], edges[-1], len(edges)) == (0, count, pieces + 1) and (np.diff(edges) >= 0).all()
         sums = np.diff(np.concatenate([[0], np.cumsum(cost)])[edges])
-        assert sums.max() <= cost.sum() / pieces * 1.1 + cost.max() + 2
+        assert sums.max() <= cost.sum() / pieces + cost.max() + 1
+    assert cut(np.zeros(0, dtype=np.int64), 3).tolist() == [0, 0, 0, 0]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import inspect
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..config import BatchConfig
@@ -24,39 +22,16 @@ from ..inputs.option_table import ALIASES, PROMPT_OPTIONS, TABLE
 from .console import EXIT_CODES_HELP, PROGRAM, reason
 
 _WIDEST_HELP = 110  # columns
-_SIMILARITY = 0.75  # of a guess: below it, another option is meant more often than not
-_CALLED_HERE = {  # options of vLLM's commands
-    "--tensor-parallel-size": "--tp",
-    "--data-parallel-size": "--gpus",
-    "--gpu-memory-utilization": "--kv-memory",
-    "--max-num-batched-tokens": "--max-batch-tokens",
-    "--max-model-len": "--max-prompt-tokens",
-    "--enforce-eager": "--no-cuda-graphs",
-    "--lora-modules": "--adapter",
-    "--guided-json": "--schema",
-}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, and with a guess at what a misspelt option was meant to be."""
+    """argparse without abbreviations: ``--max-new-token`` is no option, and not another one."""
 
     def __init__(self, command: str, usage: str, **given: Any) -> None:
         prog = f"{PROGRAM} {command}"
         super().__init__(
             prog, f"{prog} {usage}", formatter_class=_formatter, allow_abbrev=False, add_help=False, **given
         )
-
-    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        for text in itertools.takewhile(lambda text: text != "--", arguments):
-            name = text.partition("=")[0]
-            if text.startswith("--") and " " not in text and name not in self._option_string_actions:
-                self.error(f"there is no option {name}{self._near(name)}")
-        return self.parse_args(arguments)
-
-    def _near(self, name: str) -> str:
-        known = [text for text in self._option_string_actions if text.startswith("--")]
-        guess = _CALLED_HERE.get(name, name.replace("_", "-"))
-        return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(guess, known, 1, _SIMILARITY))
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -289,8 +264,8 @@ _COURSE = {
     "--restart": "begin afresh; the old OUT is kept as OUT.bak-1, ...",
     "--on-error WHAT": "record (the default): a bad line's result is its error; raise: a bad line refuses the file",
 }
-_LIMITS = {
-    "--limit N": "only the first N records",
+_LIMIT = {"--limit N": "only the first N records"}
+_WINDOW = {
     "--window SIZE": "how much of IN is in memory at a time; prompts share within a window (default: %(default)s)",
 }
 _COMMON = {
@@ -365,7 +340,7 @@ def run_parser() -> Parser:
     add_settings(answers, NAMES.difference(PROMPT_OPTIONS))
     add_options(answers, _ANSWERS)
     add_options(group("results"), _RESULTS)
-    add_options(group("the run"), _LIMITS | _COURSE)
+    add_options(group("the run"), _LIMIT | _WINDOW | _COURSE)
     add_config(group("the engine (the defaults suit nearly everybody)"), _CONFIG)
     add_common(parser)
     return parser
@@ -374,7 +349,7 @@ def run_parser() -> Parser:
 def plan_parser() -> Parser:
     parser = Parser("plan", "IN --tokenizer T [options]", description=_PLAN, epilog=_PLAN_EXAMPLES + EXIT_CODES_HELP)
     group = parser.add_argument_group
-    add_options(group("files"), _IN | _FORMAT | _PICTURES | _LIMITS)
+    add_options(group("files"), _IN | _FORMAT | _PICTURES | _LIMIT)
     add_options(group("the tokenizer"), _TOKENIZER | _CODE)
     _add_prompts(parser)
     add_config(group("sharing"), ["min_shared_tokens"])

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", metavar="D", help="the GPU, such as cuda:1 (default: the current one)")
     parser.add_argument("--only", nargs="+", choices=_GROUPS, default=_GROUPS, metavar="GROUP", help=", ".join(_GROUPS))
     parser.add_argument("-h", "--help", action="help", help="show this page")
-    asked = parser.read(arguments)
+    asked = parser.parse_args(arguments)
 
     from ..kernel_check.comparing import is_interpreted
     from ..kernel_check.trust import unusable

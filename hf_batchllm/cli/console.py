@@ -17,16 +17,14 @@ from ..errors import BatchLLMError
 
 PROGRAM = "hf-batchllm"
 DONE, STOPPED, USAGE, SOME_ERRORS = 0, 1, 2, 3
-_BY_SIGNAL = 128  # plus the signal's number, as in shells
-INTERRUPTED = int(_BY_SIGNAL + signal.SIGINT)
+INTERRUPTED = int(128 + signal.SIGINT)  # as in shells
 EXIT_CODES_HELP = """\
 exit codes:
   0    all done
   1    stopped by an error; finished results are kept
   2    the command or its files cannot be used; nothing was run
   3    finished, and some lines have errors
-  130  interrupted by Ctrl-C (143 by SIGTERM, 129 by SIGHUP); finished results
-       are kept
+  130  interrupted by Ctrl-C, SIGTERM or SIGHUP; finished results are kept
 """
 _LONGEST_REASON = 300  # characters
 
@@ -85,27 +83,20 @@ def reason(error: BaseException) -> str:
     return ": ".join(filter(None, (type(error).__name__, message)))
 
 
-class Interrupts:
-    """``code``: the exit code after an interrupt."""
-
-    def __init__(self) -> None:
-        self.code = INTERRUPTED
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.code = _BY_SIGNAL + number
-        raise KeyboardInterrupt
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 @contextmanager
-def interruptible() -> Iterator[Interrupts]:
+def interruptible() -> Iterator[None]:
     """SIGTERM and SIGHUP do what Ctrl-C does: the call ends in order, and finished results are kept."""
-    interrupts, before = Interrupts(), {}
+    before = {}
     if threading.current_thread() is threading.main_thread():
         for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # Windows has no SIGHUP
             if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP is ignored and stays so
-                before[number] = signal.signal(number, interrupts)
+                before[number] = signal.signal(number, _interrupt)
     try:
-        yield interrupts
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -90,8 +89,6 @@ def _dispatch(arguments: list[str]) -> int:
         run = importlib.import_module(_COMMANDS[command][0], __package__).main
         return int(run(rest, f"{PROGRAM} bench") if command == "bench" else run(rest) or 0)
     else:
-        near = difflib.get_close_matches(command, _COMMANDS, n=1)
         what = f"there is no command {command!r}" if command else "no command was given"
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(_COMMANDS)}"
-        raise UsageError(f"{what}; {hint} (`{PROGRAM} --help` tells more)")
+        raise UsageError(f"{what}; commands are {', '.join(_COMMANDS)} (`{PROGRAM} --help` tells more)")
     return 0

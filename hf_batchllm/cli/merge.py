@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import OutputWriteError
 from ..files.merge_shards import merge
 from .arguments import OUTPUT_FORMAT, Parser, add_common, add_options
-from .console import DONE, EXIT_CODES_HELP, SOME_ERRORS, STOPPED, USAGE, Console, interruptible, reason
+from .console import DONE, EXIT_CODES_HELP, INTERRUPTED, SOME_ERRORS, STOPPED, USAGE, Console, interruptible, reason
 
 _ABOUT = """\
 Join the results of jobs that ran a part of a file each. OUT is what one run
@@ -29,16 +29,16 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = _parser().read(arguments)
+    asked = _parser().parse_args(arguments)
     console = Console(asked.quiet, asked.traceback)
-    with interruptible() as interrupts, console.warnings_shown():
+    with interruptible(), console.warnings_shown():
         try:
             report = merge(
                 asked.target, asked.output_format, partial=asked.partial, restart=asked.restart, note=console.note
             )
         except KeyboardInterrupt:
             console.error("interrupted. The same command continues, and the parts are as they were")
-            return interrupts.code
+            return INTERRUPTED
         except Exception as error:
             console.error(reason(error), error)
             return STOPPED if isinstance(error, OutputWriteError) else USAGE

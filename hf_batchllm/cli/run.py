@@ -13,17 +13,17 @@ from ..files.run_options import RunOptions
 from ..files.shards import read_shard
 from ..installed_versions import missing_package
 from .arguments import run_parser
-from .console import DONE, PROGRAM, SOME_ERRORS, STOPPED, USAGE, Console, UsageError, interruptible, reason
+from .console import DONE, INTERRUPTED, PROGRAM, SOME_ERRORS, STOPPED, USAGE, Console, UsageError, interruptible, reason
 from .loading import Loader
 from .values import layout_from, settings_from
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = run_parser().read(arguments)
+    asked = run_parser().parse_args(arguments)
     if problem := missing_package():
         raise UsageError(problem)
     console = Console(asked.quiet, asked.traceback)
-    with interruptible() as interrupts, console.warnings_shown():
+    with interruptible(), console.warnings_shown():
         loaded = False
         try:
             base = settings_from(asked)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
                 loaded = loader.loaded
         except KeyboardInterrupt as interrupt:
             console.error(f"{str(interrupt) or 'interrupted'}.")
-            return interrupts.code
+            return INTERRUPTED
         except Exception as error:
             console.error(_why(error, loaded), error)
             return STOPPED if loaded or _closed_pipe(error) else USAGE

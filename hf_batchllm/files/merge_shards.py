@@ -15,7 +15,7 @@ from ..notices import warn_user
 from ..wording import counted, differing, in_ranges
 from .output import FileOutput, open_output
 from .paths import real_path
-from .report import MergeReport
+from .report import FileReport
 from .run_record import RunRecord, record_path
 from .shards import Shard, output_of, shards_beside
 from .streams import is_stream
@@ -34,7 +34,7 @@ def merge_shards(
     output_format: str | None = None,
     partial: bool = False,
     restart: bool = False,
-) -> MergeReport:
+) -> FileReport:
     """Join the results of all parts of a file into ``target``, as if one run had written it.
 
     target: the output that each job was given. The results of ``run_file(..., shard="2/8")`` are beside it, in
@@ -49,7 +49,7 @@ def merge_shards(
 
 def merge(
     target: str, output_format: str | None, *, partial: bool, restart: bool, note: Callable[[str], None]
-) -> MergeReport:
+) -> FileReport:
     if is_stream(target):
         name = "stdout" if target == "-" else target
         raise OutputFileError(f"{name} is no file: give the output that the jobs were given, whose parts are beside it")
@@ -69,11 +69,11 @@ def merge(
         left[output.missing()] = True
         # An error that has run again since has a result now.
         wanted = parts.answered & (left | (output.is_error & ~parts.is_error))
-        report = MergeReport(target, parts.of, parts.count, written=int(wanted.sum()))
+        report = FileReport(target, parts.count, written=int(wanted.sum()))
         report.before = parts.count - int((left | wanted).sum())
         report.errors = int(np.where(wanted, parts.is_error, output.is_error)[: parts.count].sum())
         report.errors_in = "response.body.error" if record.settings.get("dialect") == "openai" else "error"
-        report.lacks = parts.lacks if report.left else ""
+        report.then = parts.what_now(report.left)
         if report.written:
             output.start(parts.record.model)
             for lines in parts.lines(wanted):
@@ -201,6 +201,19 @@ class _Parts:
             lacks.append(f"{which} not begun ({counted(records, 'record')})")
         return "; ".join(lacks)
 
+    def what_now(self, left: int) -> str:
+        """``left``: how many results are missing after a merge."""
+        if not left:
+            return (
+                "the parts are not needed any more, and may be deleted: "
+                f"{self.output}.shard-*-of-{self.of}.jsonl and their .run.json"
+            )
+        are = "is" if left == 1 else "are"
+        return (
+            f"{left:,} of {self.count:,} {are} missing: {self.lacks}. Run these jobs again and merge again, or "
+            f"continue {self.output} by a run of the whole file"
+        )
+
     @property
     def record(self) -> RunRecord:
         """How all results were made: the run record of one run that made them."""
@@ -224,7 +237,7 @@ class _Parts:
                 for first in range(0, len(numbers), _LINES_AT_ONCE):
                     yield list(part.journal.items(numbers[first : first + _LINES_AT_ONCE]))
 
-    def figures(self, report: MergeReport) -> dict[str, Any]:
+    def figures(self, report: FileReport) -> dict[str, Any]:
         """As a run has them. Tokens and seconds are summed over the jobs."""
         each = [part.record.figures for part in self.begun]
         summed = {name: sum(figures.get(name) or 0 for figures in each) for name in _SUMMED}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..wording import differing
 from .journal import Journal, lock
 from .paths import real_path, reason, replacing, temporary_beside
 from .run_record import RunRecord, record_path
-from .sources import Source, record_key
+from .sources import Source
 from .streams import StreamOutput, is_stream
 from .tables import TABLES, format_of, import_pyarrow, write_table
 
@@ -177,8 +177,9 @@ class FileOutput:
         self._record = asked.begun(self._old, seed)
         if self._old is not None:
             self._check_same(self._old, asked, source)
-            if source is not None:
-                self._forget_old_errors(source)
+            if source is not None:  # errors of records that were corrected since, before a run that was killed
+                corrected = self._with_another_key(source, self._has_result & self.is_error)
+                self.journal.start[corrected], self.is_error[corrected] = -1, False
             self._record.model = self._old.model
             if self._old.version != self._record.version:
                 self._note(
@@ -218,22 +219,17 @@ class FileOutput:
             raise self._changed(
                 f"{why}: it is another input, or it was cut. Give the old one", [f"{source.name} is shorter"]
             )
-        for number in self._with_another_key(source, self._done):
+        for number in self._with_another_key(source, self._done)[:1].tolist():
             where, error = f"{source.name}, {source.where(number)}", self.is_error[number]
             why = f"has {'an error' if error else 'a result'} for {where}: this record has changed since"
             hint = "`--retry-errors` runs lines with errors again. " if error else ""
             raise self._changed(f"{why}. {hint}Give the old input", [f"{where} has changed"])
 
-    def _forget_old_errors(self, source: Source) -> None:
-        """Those of records that were corrected since: a run that was to make them again was stopped before."""
-        for number in self._with_another_key(source, self._has_result & self.is_error):
-            self.journal.start[number], self.is_error[number] = -1, False
-
-    def _with_another_key(self, source: Source, some: np.ndarray) -> Iterator[int]:
+    def _with_another_key(self, source: Source, some: np.ndarray) -> np.ndarray:
         """Which of ``some`` ([records]) have a result of another record."""
-        for number, raw in source.read(np.flatnonzero(some)):
-            if int(record_key(raw), 16) != self.journal.key[number]:
-                yield number
+        numbers = np.flatnonzero(some)
+        changed: np.ndarray = numbers[source.keys[numbers] != self.journal.key[numbers]]
+        return changed
 
     @property
     def _has_result(self) -> np.ndarray:

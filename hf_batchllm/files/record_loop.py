@@ -28,7 +28,7 @@ from .records import BadPromptRecord, PromptRecord, RecordReader, listed
 from .report import FileReport
 from .results import ResultWriter
 from .run_options import RunOptions
-from .sources import Source, record_key
+from .sources import Source
 from .streams import StreamOutput
 
 ROOM = 16  # bytes of pixels in memory together, for each byte of records
@@ -51,7 +51,6 @@ class RecordLoop:
 
     def __post_init__(self) -> None:
         self._context = self.engine.facts.context
-        self._keys: dict[int, str] = {}  # of the records of this window that have no result yet
         self._whole: WholeRun | None = None
         self._failed_alone = 0  # records, before the first good result
 
@@ -66,7 +65,6 @@ class RecordLoop:
     def _run_window(self, numbers: np.ndarray) -> None:
         calls: dict[tuple[int, ...], list[PromptRecord]] = {}
         for number, raw in self.source.read(numbers):
-            self._keys[number] = record_key(raw)
             record = self.reader.read(number, raw)
             if isinstance(record, BadPromptRecord):
                 self._write_error(record)
@@ -84,7 +82,6 @@ class RecordLoop:
         for records in calls.values():
             for some in in_calls(records, self.reader.images, room, lambda: self.engine.most_of_an_image):
                 self._run_call(some)
-        assert not self._keys
 
     def _run_call(self, records: Sequence[PromptRecord]) -> None:
         assert self._whole is not None
@@ -96,6 +93,7 @@ class RecordLoop:
         wanted = [each.logprobs for each in settings if each.logprobs is not None]
         if wanted:
             options["logprobs"] = max(wanted)
+        left = dict(enumerate(records))  # those without a result
         waiting: dict[int, list[Generation]] = {}  # place in ``records`` -> its samples so far
         # All of them are: records with problems are written, and not run.
         configs = [found for found in map(self.engine.resolved, settings) if isinstance(found, LineConfig)]
@@ -116,10 +114,10 @@ class RecordLoop:
                     samples.append(generation)
                     if len(samples) == configs[place].samples:
                         del waiting[place]
-                        self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
+                        self._write_result(left.pop(place), sorted(samples, key=lambda sample: sample.sample))
         except NothingToDrawError as error:
             # One record's settings broke the call off: the others of the call must not suffer.
-            self._without(error, [record for record in records if record.number in self._keys])
+            self._without(error, list(left.values()))
         except PromptError as error:
             problems = [f"{records[place].where}: the prompt {why}" for place, why in error.problems.items()]
             raise InputFileError(listed(f"{self.source.name} has prompts that cannot be run:", problems)) from error
@@ -149,7 +147,7 @@ class RecordLoop:
         self.report.errors += any(sample.error is not None for sample in samples)
         warning = self._beyond_context(samples)
         self.report.beyond_context += warning is not None
-        self._append(record.number, self.writer.result(record, self._keys.pop(record.number), samples, warning))
+        self._append(record.number, self.writer.result(record, self.source.key(record.number), samples, warning))
 
     def _beyond_context(self, samples: Sequence[Generation]) -> str | None:
         tokens = max(len(sample.prompt_token_ids) + len(sample.token_ids) for sample in samples)
@@ -161,7 +159,7 @@ class RecordLoop:
         if self.options.on_error == "raise":
             raise InputFileError(f"{self.source.name}, {record}")
         self.report.errors += 1
-        self._append(record.number, self.writer.error(record, self._keys.pop(record.number)))
+        self._append(record.number, self.writer.error(record, self.source.key(record.number)))
 
     def _append(self, number: int, line: bytes) -> None:
         self.output.append([(number, line)])

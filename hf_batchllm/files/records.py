@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +15,20 @@ from .json_lines import NoPromptError, RecordError, parse, wrong
 from .openai import OpenAIRequest, in_openai_names, prompt_of, read_request
 from .settings import NO_SETTINGS, GenerationSettings, SettingError, if_data, settings_in_record
 from .sources import Source
-from .tables import TABLES
+from .tables import TABLES, UTF8_HINT
 from .templates import MissingField, Template, fields_in_words
 
 PLAIN, OPENAI = "plain", "openai"  # dialects
 ALL_FIELDS = ("all",)
 _PROMPT_FIELDS = ("prompt", "messages")
-_LIKELY_PROMPT_FIELDS = ("text", "question", "instruction", "input", "query", "content", "document", "sentence")
 _LOOKED_AT = 20  # records read before a model is loaded
+_SURE = 2  # first records that are no JSON objects: the file is of another kind, rather than these records bad
+_OTHER_KIND = (
+    "`jq -c .` makes lines of objects over several lines, `jq -c '.[]'` makes them of an array. "
+    f"{UTF8_HINT}. --format says that IN is of another kind"
+)
 _FIELDS_SHOWN = 8
 _MOST_PROBLEMS_SHOWN = 8
-_SIMILARITY = 0.82
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,7 @@ class RecordReader:
     base: the settings of the whole run, without its seed: a PromptRecord has only the seed of its own line. dialect:
     PLAIN or OPENAI, see ``dialect_of``. cells: records come from a table, and numbers may be text. where: names a
     record's place to a person ("line 17"). repeated: records whose custom_id an earlier one has, see ``repeated_ids``.
-    problems: rows that could not be read as records, and why. images: which ones chats may show; without, chats are
-    text.
+    images: which ones chats may show; without, chats are text.
     """
 
     def __init__(
@@ -112,14 +113,13 @@ class RecordReader:
         cells: bool = False,
         where: Callable[[int], str] = lambda number: f"record {number}",
         repeated: Mapping[int, int] | None = None,
-        problems: Mapping[int, str] | None = None,
         images: ImageSources | None = None,
     ) -> None:
         self.layout = layout or RecordLayout()
         self.base = replace(base, seed=None)
         self.dialect, self.cells, self.images = dialect, cells, images
         self._where = where
-        self._repeated, self._problems = repeated or {}, problems or {}
+        self._repeated = repeated or {}
 
     def read(self, number: int, raw: bytes) -> PromptRecord | BadPromptRecord:
         record: dict[str, Any] = {}
@@ -128,8 +128,6 @@ class RecordReader:
             record = parse(raw)
             name = "custom_id" if self.dialect == OPENAI else "id"
             of_record |= {"id": record.get(name), "has_id": name in record, "kept": self._kept(record)}
-            if number in self._problems:
-                raise RecordError(self._problems[number])
             if self.dialect == OPENAI:
                 return self._request(record, raw, of_record)
             # First: if no record has one, an option is wrong rather than the records.
@@ -223,23 +221,13 @@ class RecordReader:
 
     def _why_no_prompt(self, record: Mapping[str, Any]) -> str:
         name, has = self.layout.prompt_field, fields_in_words(record)
-        if name in record:
-            return f"has nothing in {shown(name)}{has}"
         if name is not None:
-            near = _misspelt(record, (name,))
-            return f"has no field {shown(name)}{has}{f': did you mean --prompt-field {near[0]}?' if near else ''}"
+            return f"has {'nothing in' if name in record else 'no field'} {shown(name)}{has}"
         if any(name in record for name in _PROMPT_FIELDS):
             return "has an empty `prompt`" if "prompt" in record else "has empty `messages`"
         if "custom_id" in record and "body" in record:
             return "is a request of an OpenAI batch, but the first line of the file is not: keep the two in two files"
-        if near := _misspelt(record, _PROMPT_FIELDS):
-            hint = f"did you mean `{near[1]}` by `{near[0]}`?"
-        elif isinstance(record.get("prompt_token_ids"), list):
-            hint = "pass --prompt-field prompt_token_ids, or call it `prompt`, which may hold token ids"
-        else:
-            likely = [name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)]
-            hint = f"pass --prompt-field{f' {likely[0]}' if likely else ''}, or a --template"
-        return f"has no `prompt` and no `messages`{has}: {hint}"
+        return f"has no `prompt` and no `messages`{has}: name its field with --prompt-field, or pass a --template"
 
     def _checked(self, name: str, prompt: Any) -> Any:
         if self.cells and isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
@@ -257,15 +245,6 @@ class RecordReader:
             them = are if name == "messages" else "a prompt is a string, token ids or a chat"
             raise RecordError(f"has {what} as its `{name}`: {them}", name)
         return prompt
-
-
-def _misspelt(record: Mapping[str, Any], wanted: Sequence[str]) -> tuple[str, str] | None:
-    """A field whose name seems to be a misspelt one of ``wanted``, and that one."""
-    for name, value in record.items():
-        near = difflib.get_close_matches(name.lower(), wanted, n=1, cutoff=_SIMILARITY)
-        if near and name not in wanted and value not in (None, ""):
-            return name, near[0]
-    return None
 
 
 def _with_constants(record: Any, raw: bytes) -> Any:
@@ -304,7 +283,6 @@ def make_reader(
         cells=source.format in TABLES,
         where=source.where,
         repeated=repeated_ids(source.read()) if dialect == OPENAI else {},
-        problems=source.problems,
         images=images,
     )
 
@@ -315,6 +293,8 @@ def check_first_records(reader: RecordReader, source: Source, limit: int | None 
     count = min(source.count, _LOOKED_AT, limit or _LOOKED_AT)
     raws = source.records(range(count))
     records = [reader.read(number, raw) for number, raw in enumerate(raws)]
+    if records and next(_parsed(raws[:_SURE]), None) is None:
+        raise InputFileError(f"{source.name} is no file of JSON lines ({records[0]}). {_OTHER_KIND}")
     bad = [each for each in records if isinstance(each, BadPromptRecord) and each.no_prompt]
     if bad and len(bad) == len(records):
         others = "all" if count == source.count else f"the first {count}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..results.run_report import RunReport
@@ -13,7 +13,7 @@ _LEAST_LOADING = 0.05  # seconds that are told
 
 @dataclass
 class FileReport:
-    """``str(report)`` is one to four lines for a person.
+    """``str(report)`` is one to four lines for a person. A merge has no tokens and no seconds of its own.
 
     path: where the results are; "-" for stdout.
     records: how many records the run had: all of the input, ``limit`` of them, or those of its part.
@@ -39,6 +39,7 @@ class FileReport:
     loading_seconds: float = 0.0
     part: str | None = field(default=None, init=False, repr=False)  # "part 2 of 8", of a run with ``shard``
     errors_in: str = field(default="error", init=False, repr=False)  # the field of a result that holds its error
+    then: str = field(default="", init=False, repr=False)  # a last line, of a merge: what to do now
 
     @property
     def saving(self) -> float:
@@ -56,23 +57,32 @@ class FileReport:
             self.new_tokens += report.new_tokens
 
     def figures(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in ("path", "part", "errors_in")}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "path"}
 
     def __str__(self) -> str:
         where = "stdout" if self.path == "-" else self.path
         if not self.records:
             return f"{where}: nothing to do, as {self.part or 'the input'} has no records"
-        lines = _first_lines(where, self, self._of_this_run())
-        if self.left:
+        if not self.written and not self.left:
+            lines = [f"{where}: complete already, {counted(self.records, 'result')}. Nothing to do"]
+        else:
+            lines = [f"{where}: {self._of_this_run()}"]
+            if self.before:
+                were = "was" if self.before == 1 else "were"
+                lines.append(f"{counted(self.before, 'result')} {were} there before")
+        if self.left and not self.then:
             lines.append(f"{self.left:,} {'is' if self.left == 1 else 'are'} missing: the same command continues")
-        lines += _errors(self)
+        if self.errors:
+            are = "is an error" if self.errors == 1 else "are errors"
+            all_of_them = f"{self.before + self.written:,} results {are}"
+            lines.append(f"{self.errors:,} of {all_of_them}: see `{self.errors_in}`")
         if self.beyond_context:
             are = "is" if self.beyond_context == 1 else "are"
             lines.append(
                 f"{self.beyond_context:,} of them {are} longer, with the prompt, than the model was made for: set "
                 "`max_prompt_tokens`, or lower `max_new_tokens`"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, self.then] if self.then else lines)
 
     def _of_this_run(self) -> str:
         """``6 results in 1.4 s and 7.2 s of loading · 657 prompt tokens (64 % shared) · 18 new (13/s)``"""
@@ -85,64 +95,3 @@ class FileReport:
             f"{text} in {self.seconds:,.1f} s{loading} · {counted(self.prompt_tokens, 'prompt token')} "
             f"({100 * self.saving:.0f} % shared) · {self.new_tokens:,} new{rate}"
         )
-
-
-@dataclass
-class MergeReport:
-    """``str(report)`` is one to four lines for a person.
-
-    path: where the results are.
-    parts: how many parts the file was split into.
-    records: how many records all parts have together.
-    before: how many results were there when the merge began.
-    written: how many results came from the parts.
-    errors: how many of all results are errors.
-    lacks: which parts lack results, in words; "" if no result is missing.
-    """
-
-    path: str
-    parts: int
-    records: int
-    before: int = 0
-    written: int = 0
-    errors: int = 0
-    lacks: str = ""
-    errors_in: str = field(default="error", init=False, repr=False)  # the field of a result that holds its error
-
-    @property
-    def left(self) -> int:
-        """How many results are missing."""
-        return self.records - self.before - self.written
-
-    def __str__(self) -> str:
-        this = f"{counted(self.written, 'result')} of {counted(self.parts, 'part')}"
-        lines = _first_lines(self.path, self, this) + _errors(self)
-        if self.left:
-            are = "is" if self.left == 1 else "are"
-            lines.append(
-                f"{self.left:,} of {self.records:,} {are} missing: {self.lacks}. Run these jobs again and merge again, "
-                f"or continue {self.path} by a run of the whole file"
-            )
-        else:
-            lines.append(
-                f"the parts are not needed any more, and may be deleted: {self.path}.shard-*-of-{self.parts}.jsonl and "
-                "their .run.json"
-            )
-        return "\n".join(lines)
-
-
-def _first_lines(where: str, report: FileReport | MergeReport, done: str) -> list[str]:
-    if not report.written and not report.left:
-        return [f"{where}: complete already, {counted(report.records, 'result')}. Nothing to do"]
-    if not report.before:
-        return [f"{where}: {done}"]
-    return [
-        f"{where}: {done}",
-        f"{counted(report.before, 'result')} {'was' if report.before == 1 else 'were'} there before",
-    ]
-
-
-def _errors(report: FileReport | MergeReport) -> list[str]:
-    are = "is an error" if report.errors == 1 else "are errors"
-    all_of_them = f"{report.before + report.written:,} results {are}"
-    return [f"{report.errors:,} of {all_of_them}: see `{report.errors_in}`"] if report.errors else []

@@ -81,7 +81,8 @@ def run_file(
         it is an error of its line. By default a line has no file read.
     image_urls: whether images are fetched whose http or https URL is in a line.
     token_ids: whether results have the new tokens' ids.
-    window_bytes: how many bytes of records are in memory together. Prompts that begin alike share a window.
+    window_bytes: how many bytes of records are in memory together. Prompts that begin alike share a window, but at its
+        edges.
     retry_errors: run records whose result is an error again.
     restart: begin afresh; the old results are moved to ``<target>.bak-1``.
     on_error: "record", or "raise" to refuse the file if a record cannot be run.

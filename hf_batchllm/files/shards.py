@@ -18,7 +18,6 @@ from .sources import LEVELS, PromptOf, Source, cut, fingerprints, sharing_order
 
 ANSWER_COST = 1024  # an answer takes about as long as so many bytes of a prompt
 MOST_PARTS = 100_000
-_TOLERANCE = 1 / 20  # of a part: a cut may be so far away from the place at which parts would cost the same
 _WRITTEN = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*", re.ASCII)
 _OF_A_PART = re.compile(r"(.+)\.shard-([1-9]\d*)-of-([1-9]\d*)\.jsonl", re.ASCII | re.DOTALL)
 
@@ -59,18 +58,12 @@ class Part:
 
 def read_shard(text: str) -> Shard:
     found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
-        raise FilesError(f"`shard` says which part of how many, as in 2/8 for the second of eight, not {shown(text)}")
-    part, of = int(found[1]), int(found[2])
-    why = ""
-    if of < 1 or of > MOST_PARTS:
-        why = f"a file has at least 1 part, and at most {MOST_PARTS:,}"
-    elif part < 1:
-        why = f"parts are counted from 1, so the first is 1/{of} (in a Slurm script: #SBATCH --array=1-{of})"
-    elif part > of:
-        why = f"there is no part {part:,} of {of:,}. The last one is {of}/{of}"
-    if why:
-        raise FilesError(f"`shard` is {shown(text)}: {why}")
+    part, of = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= of <= MOST_PARTS:
+        raise FilesError(
+            f"`shard` says which part of how many, counted from 1 up to {MOST_PARTS:,}, as in 2/8 for the second of "
+            f"eight, not {shown(text)} (in a Slurm script of eight jobs: #SBATCH --array=1-8)"
+        )
     return Shard(part, of)
 
 
@@ -105,7 +98,7 @@ def part_of(source: Source, shard: Shard, count: int, prompt_of: PromptOf) -> Pa
     # A record costs what it adds to the one before it, and its answer.
     known = np.array([0, *LEVELS], dtype=np.int64)[shared]
     cost = np.maximum(np.array(sizes, dtype=np.int64)[order] - known, 0) + ANSWER_COST
-    edges = cut(shared, cost, shard.of, _TOLERANCE)
+    edges = cut(cost, shard.of)
     return Part(
         shard,
         numbers=np.sort(order[edges[shard.part - 1] : edges[shard.part]]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import stat
@@ -20,11 +19,10 @@ import numpy as np
 from ..errors import InputFileError
 from ..notices import warn_user
 from .paths import reason
-from .tables import MARK, TABLES, check_text, format_of, rows_of
+from .tables import MARK, TABLES, format_of, rows_of
 
 WINDOW_BYTES = 256 << 20
 LEVELS = (64, 256, 1024, 4096, 16384)  # first bytes of a prompt, each with a checksum
-_TOLERANCE = 1 / 6  # of a window: a cut may be so far away from its ideal place
 _RECORD_COST = 512  # bytes of memory that a record takes beside its text
 _COPIED_AT_ONCE = 1 << 20  # bytes of an input that cannot be read twice
 
@@ -49,16 +47,13 @@ def open_source(
         with contextlib.ExitStack() as opened:
             stream = opened.enter_context(_open(path, note))
             origin = os.fstat(stream.fileno())
-            problems: dict[int, str] = {}
             twice = stat.S_ISREG(origin.st_mode) and stream.tell() == 0  # it can be read a second time
             if not twice and kind in ("jsonl", "parquet"):
                 pieces = iter(lambda: stream.read(_COPIED_AT_ONCE), b"")
                 stream = opened.enter_context(_copied(pieces, path))
-            if kind == "jsonl":
-                _check_json_lines(stream, path)
-            else:
-                stream = opened.enter_context(_copied(_json_lines(rows_of(stream, path, kind), problems), path))
-            source = Source(path, kind, stream, problems, origin)
+            if kind != "jsonl":
+                stream = opened.enter_context(_copied((row + b"\n" for row in rows_of(stream, path, kind)), path))
+            source = Source(path, kind, stream, origin)
             opened.pop_all()
             return source
     except OSError as error:
@@ -89,56 +84,20 @@ def _copied(pieces: Iterable[bytes], path: str) -> IO[bytes]:
     return copy
 
 
-def _json_lines(rows: Iterable[tuple[bytes, str]], problems: dict[int, str]) -> Iterator[bytes]:
-    number = -1
-    for line, problem in rows:
-        number += bool(line)  # a blank line is no record
-        if problem:
-            problems[number] = problem
-        yield line + b"\n"
-
-
-def _check_json_lines(stream: IO[bytes], path: str) -> None:
-    head = stream.read(1 << 12)
-    stream.seek(0)
-    check_text(head, path)
-    first, _, rest = (part.strip() for part in head.removeprefix(MARK).lstrip().partition(b"\n"))
-    what = ""
-    if (first == b"[" and rest) or (first.startswith((b"[{", b"[ {")) and not _is_json_before_more(first, rest)):
-        what, jq = "is one JSON array", "-c '.[]'"
-    elif first == b"{" and rest:
-        what, jq = "has objects over several lines", "-c ."
-    if what:
-        raise InputFileError(
-            f"{path} {what}, not JSON lines (one object on each line): `jq {jq} {path} > lines.jsonl` makes lines of it"
-        )
-
-
-def _is_json_before_more(first: bytes, rest: bytes) -> bool:
-    """Whether the first line is a whole JSON array, and objects follow: one bad line in a file of JSON lines."""
-    with contextlib.suppress(ValueError):
-        return isinstance(json.loads(first), list) and rest.startswith(b"{")
-    return False
-
-
 class Source:
-    """Its records are the lines that are not blank, numbered from 0.
-
-    problems: rows that are no valid records, and why; their bytes are JSON.
-    """
+    """Its records are the lines that are not blank, numbered from 0."""
 
     def __init__(
         self,
         path: str,
         format: str,
         stream: IO[bytes],  # of JSON lines, at its beginning
-        problems: dict[int, str],
         origin: os.stat_result,  # what was opened, where the stream is a copy
     ) -> None:
-        self.path, self.format, self.problems = path, format, problems
+        self.path, self.format = path, format
         self.name = "stdin" if path == "-" else path
         self._stream, self._origin = stream, origin
-        starts, sizes, blanks = array("q"), array("q"), array("q")
+        starts, sizes, blanks, keys = array("q"), array("q"), array("q"), array("Q")
         digest = hashlib.blake2b(digest_size=16)
         at = 0
         for place, raw in enumerate(stream):
@@ -148,9 +107,12 @@ class Source:
                 blanks.append(place)
             else:
                 starts.append(at + len(raw) - len(line))
-                sizes.append(len(line))
+                record = line.removesuffix(b"\n").removesuffix(b"\r")
+                sizes.append(len(record))
+                keys.append(int(record_key(record), 16))
             at += len(raw)
         self._starts, self._sizes = np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64)
+        self.keys = np.array(keys, dtype=np.uint64)  # [records] as 48-bit numbers
         self._before = np.array(blanks, dtype=np.int64) - np.arange(len(blanks))  # records before each blank line
         self.count, self.size = len(starts), at
         self.digest = digest.hexdigest()  # of all bytes: the same only if the input has not changed
@@ -168,6 +130,10 @@ class Source:
         path = self.path if self.path == "-" else os.path.abspath(self.path)
         return {"path": path, "records": self.count, "bytes": self.size, "digest": self.digest}
 
+    def key(self, number: int) -> str:
+        """What ``record_key`` makes of a record."""
+        return f"{self.keys[number]:012x}"
+
     def where(self, number: int) -> str:
         """The place as a person finds it: ``line 17`` of the file, or ``row 17`` below the header of a table."""
         if self.format in TABLES:
@@ -182,7 +148,7 @@ class Source:
                 raw = self._stream.read(int(self._sizes[number]))
                 if len(raw) < self._sizes[number]:
                     raise InputFileError(f"{self.name} has become shorter while it was being read")
-                yield int(number), raw.removesuffix(b"\n").removesuffix(b"\r")
+                yield int(number), raw
             now = os.fstat(self._stream.fileno())
         except OSError as error:
             raise InputFileError(f"{self.name} cannot be read any more: {reason(error)}") from error
@@ -195,7 +161,7 @@ class Source:
     def windows(
         self, numbers: np.ndarray, window_bytes: int = WINDOW_BYTES, prompt_of: PromptOf | None = None
     ) -> Iterator[np.ndarray]:
-        """``numbers`` in windows that fit into memory; prompts that begin alike share a window.
+        """``numbers`` in windows that fit into memory; prompts that begin alike share a window, but at its edges.
 
         ``prompt_of`` gives the text of a record's prompt; by default its raw bytes stand for it.
         """
@@ -203,9 +169,8 @@ class Source:
         if int(cost.sum()) <= window_bytes:
             yield from [numbers] if len(numbers) else []
             return
-        order, shared = sharing_order(fingerprints((raw for _, raw in self.read(numbers)), prompt_of))
-        pieces = math.ceil(cost.sum() / window_bytes * (1 + 2 * _TOLERANCE))
-        for first, last in pairwise(cut(shared, cost[order], pieces, _TOLERANCE).tolist()):
+        order, _ = sharing_order(fingerprints((raw for _, raw in self.read(numbers)), prompt_of))
+        for first, last in pairwise(cut(cost[order], math.ceil(cost.sum() / window_bytes)).tolist()):
             if last > first:
                 yield numbers[np.sort(order[first:last])]
 
@@ -253,23 +218,12 @@ def sharing_order(prints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, np.concatenate([np.zeros(min(len(order), 1), dtype=np.int64), shared])
 
 
-def cut(shared: np.ndarray, cost: np.ndarray, pieces: int, tolerance: float) -> np.ndarray:
-    """[pieces + 1] where each piece begins, if a list is cut into pieces of about equal cost where the least is shared.
+def cut(cost: np.ndarray, pieces: int) -> np.ndarray:
+    """[pieces + 1] where each piece begins, if a list is cut into pieces of about equal cost.
 
-    tolerance: so far, as a part of a piece, a cut may be away from the place at which pieces would cost the same.
-    ``shared`` ([records] levels in common with the record before) and ``cost`` belong to the records in their order.
+    Records that share a beginning may be divided: what they share is then computed once more, which is little beside a
+    piece. ``cost``: [records]
     """
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(cost)])  # [records + 1]
-    total = int(before[-1])
-    within = int(total / pieces * tolerance)
-    edges = [_edge(before, shared, total * each // pieces, within) for each in range(1, pieces)] if total else []
-    edges = edges or [0] * (pieces - 1)
-    return np.maximum.accumulate(np.array([0, *edges, len(cost)], dtype=np.int64))
-
-
-def _edge(before: np.ndarray, shared: np.ndarray, ideal: int, within: int) -> int:
-    first, last = np.searchsorted(before, [ideal - within, ideal + within + 1]).tolist()
-    if first == last:  # a record reaches beyond the tolerance: the nearer one of its ends
-        return int(first - 1 if first and ideal - before[first - 1] <= before[first] - ideal else first)
-    places = first + np.flatnonzero(shared[first:last] == shared[first:last].min(initial=len(LEVELS)))
-    return int(places[np.argmin(np.abs(before[places] - ideal))]) if len(places) else last
+    edges: np.ndarray = np.searchsorted(before, before[-1] * np.arange(pieces + 1) // pieces)
+    return edges

@@ -22,26 +22,13 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv
 TABLES = ("csv", "tsv", "parquet")
 TEXT = "txt"  # a prompt on each line; an input only, as an answer may have several lines
 INSTALL = "pip install 'hf-batchllm[files]'"
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8
-_UNPACKED = "`{} {{path}} | hf-batchllm run - OUT ...`, or unpack it"
-_UTF16 = ("is UTF-16", "`iconv -f UTF-16 -t UTF-8 {path}` makes UTF-8 of it")
-_FIRST_BYTES = {  # of files that are not text
-    b"\x1f\x8b": ("is compressed (gzip)", _UNPACKED.format("zcat")),
-    b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", _UNPACKED.format("zstdcat")),
-    b"BZh": ("is compressed (bzip2)", _UNPACKED.format("bzcat")),
-    b"PK\x03\x04": ("is a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
-    b"\xff\xfe": _UTF16,
-    b"\xfe\xff": _UTF16,
-    b"PAR1": ("is a Parquet file", "pass format `parquet`"),
-}
+UTF8_HINT = "`iconv` makes UTF-8 of other text. A compressed file is unpacked first, as in `zcat IN | ... run - OUT`"
 _ROWS_AT_ONCE = 2048
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _FIRST_COLUMNS, _LAST_COLUMNS = ("index", "id", "sample"), ("error",)
 _NOT_IN_TABLES = ("key", "samples")
 _MIXED = "values of several types"
-
-Row = tuple[bytes, str]  # a JSON object, or nothing for a blank line; the problem of the row, or ""
 
 
 def format_of(path: str, format: str | None, error: type[Exception]) -> str:
@@ -56,12 +43,6 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
     known = FORMATS | ({f".{TEXT}": TEXT} if reads else {})
     if path == "-" or suffix in known:
         return known.get(suffix, "jsonl")
-    if suffix == f".{TEXT}":
-        raise error(f"{path}: an answer may have several lines, which a .txt cannot hold: name it .jsonl or .csv")
-    if suffix in _COMPRESSED and reads:
-        raise error(f"{path} is compressed: unpack it first, or `zcat {path} | hf-batchllm run - OUT ...`")
-    if suffix in _COMPRESSED:
-        raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} out, or use `- | gzip`")
     option = "--format" if reads else "--output-format"
     raise error(f"{path}: its name does not say what it is ({', '.join(known)}): pass the format (`{option} jsonl`)")
 
@@ -78,79 +59,54 @@ def import_pyarrow() -> Any:
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(stream: IO[bytes], path: str, kind: str) -> Iterator[Row]:
-    """The records of a table or a text, as JSON."""
+def rows_of(stream: IO[bytes], path: str, kind: str) -> Iterator[bytes]:
+    """The records of a table or a text, as JSON; nothing for a blank line of a text."""
     if kind == "parquet":
         return _parquet_rows(stream, path)
     return _text_rows(stream, path) if kind == TEXT else _csv_rows(stream, path, _DELIMITERS[kind])
 
 
-def check_text(head: bytes, path: str) -> None:
-    """``head``: the first bytes of a file that should be text."""
-    for first_bytes, (what, remedy) in _FIRST_BYTES.items():
-        if head.startswith(first_bytes):
-            raise InputFileError(f"{path} {what}: {remedy.format(path=path)}")
-
-
-def _text_rows(stream: IO[bytes], path: str) -> Iterator[Row]:
-    """A prompt on each line; spaces are part of it."""
-    for number, raw in enumerate(stream):
-        if not number:
-            check_text(raw, path)
-        line = (raw if number else raw.removeprefix(MARK)).rstrip(b"\r\n")
-        problem, text = "", ""
+def _lines(stream: IO[bytes], path: str) -> Iterator[str]:
+    for number, raw in enumerate(stream, 1):
         try:
-            text = line.decode()
+            yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            problem = f"is not UTF-8: byte {line[error.start]:#04x} at byte {error.start + 1}"
-        yield json.dumps({"prompt": text}, ensure_ascii=False).encode() if line.strip() else b"", problem
+            why = f"is not UTF-8: byte {raw[error.start]:#04x} at byte {error.start + 1}"
+            raise InputFileError(f"{path}, line {number:,}: {why}. {UTF8_HINT}") from None
 
 
-def _csv_rows(stream: IO[bytes], path: str, delimiter: str) -> Iterator[Row]:
+def _text_rows(stream: IO[bytes], path: str) -> Iterator[bytes]:
+    """A prompt on each line; spaces are part of it."""
+    for line in _lines(stream, path):
+        yield _as_json({"prompt": line.rstrip("\r\n")}) if line.strip() else b""
+
+
+def _csv_rows(stream: IO[bytes], path: str, delimiter: str) -> Iterator[bytes]:
     """Cells are text, and null where they are empty. The first row names the columns."""
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    lines = _lines(stream, path)
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # applies to the whole process, so it is restored below
+    begin = 1
     try:
-        header = next((line for line in text if line.strip()), "")
-        check_text(header.encode("utf-8", "surrogateescape"), path)
+        header = next((line for line in lines if line.strip()), "")
         if delimiter == "," and "," not in header and ";" in header:
             delimiter = ";"  # spreadsheets write it where the comma is the decimal point
-        reader = csv.reader(itertools.chain([header] if header else [], text), delimiter=delimiter, strict=True)
+        reader = csv.reader(itertools.chain([header] if header else [], lines), delimiter=delimiter, strict=True)
         names = _column_names([name.strip() for name in next(reader, [])], path)
-        for cells, problem in _cells(reader, path):
-            if not problem and len(cells) != len(names):
-                problem = f"has {len(cells)} cells, and there are {len(names)} columns"
-            record = {name: cell or None for name, cell in zip(names, cells, strict=False)}
-            odd = next((name for name, cell in record.items() if cell and not _is_utf8(cell)), None)
-            yield _as_json(record), problem or (f"is not valid UTF-8 (column {odd!r})" if odd is not None else "")
+        begin = reader.line_num + 1
+        for cells in reader:
+            if cells and len(cells) != len(names):
+                raise csv.Error(f"it has {len(cells)} cells, and there are {len(names)} columns")
+            if cells:
+                yield _as_json({name: cell or None for name, cell in zip(names, cells, strict=True)})
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise InputFileError(f"{path}: the row that begins on line {begin:,} is not CSV: {error}") from None
     finally:
         csv.field_size_limit(before)
-        if not text.closed:
-            text.detach()  # the caller closes the stream
-
-
-def _cells(reader: Any, path: str) -> Iterator[tuple[list[str], str]]:
-    while True:
-        line = reader.line_num + 1
-        try:
-            if cells := next(reader):
-                yield cells, ""
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if "unexpected end" in str(error):
-                why = f"the row that begins on line {line:,} has a quote that is never closed"
-                raise InputFileError(f"{path}: {why}") from None
-            yield [], f"is not CSV: {error}"
-
-
-def _is_utf8(cell: str) -> bool:
-    return cell.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in cell)
 
 
 def _as_json(record: Mapping[str, Any]) -> bytes:
-    """A byte that is not UTF-8 becomes JSON's escape of the surrogate that stands for it."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return json.dumps(record, ensure_ascii=False).encode()
 
 
 def _column_names(columns: list[str], path: str) -> list[str]:
@@ -161,14 +117,14 @@ def _column_names(columns: list[str], path: str) -> list[str]:
     return names
 
 
-def _parquet_rows(stream: IO[bytes], path: str) -> Iterator[Row]:
+def _parquet_rows(stream: IO[bytes], path: str) -> Iterator[bytes]:
     pyarrow = import_pyarrow()
     try:
         file = pyarrow.parquet.ParquetFile(stream)
         names = _column_names(list(file.schema_arrow.names), path)
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             for cells in zip(*[_column(column, pyarrow) for column in batch.columns], strict=True):
-                yield _as_json(dict(zip(names, map(_cell, cells), strict=True))), ""
+                yield _as_json(dict(zip(names, map(_cell, cells), strict=True)))
     except pyarrow.ArrowException as error:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InputFileError(f"{path} cannot be read as Parquet: {why}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import string
@@ -63,9 +62,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     found: Any = record
     for part in [name] if name in record else name.split("."):  # {meta.title}
         if not isinstance(found, Mapping) or part not in found:
-            near = difflib.get_close_matches(name, [str(field) for field in record], n=1)
-            hint = f": did you mean {{{near[0]}}}?" if near else ""
-            raise MissingField(f"has no field {shown(name)}, which the template names{fields_in_words(record)}{hint}")
+            raise MissingField(f"has no field {shown(name)}, which the template names{fields_in_words(record)}")
         found = found[part]
     if found is None:
         raise MissingField(f"has nothing in {shown(name)}, which the template names")
