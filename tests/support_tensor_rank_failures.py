@@ -70,16 +70,15 @@ def streams(name: str) -> Any:
             time.sleep(slow)
         return read
 
-    with BatchGenerator(model) as gen, BatchGenerator(model) as other, pytest.MonkeyPatch.context() as patch:
+    with BatchGenerator(model) as gen, pytest.MonkeyPatch.context() as patch:
         errors = [error_of(lambda: left([[], [1, 2, 3]], slow=0, on_error="record"))]
         patch.setattr(group_of(gen).watch, "_grace", 0.3)
         errors.append(error_of(lambda: left([[1, 2, 3]] * 4, slow=1.0)))
         before = signal.getsignal(signal.SIGINT)
-        first, second = (each.stream([[1, 2, 3]] * 4, max_new_tokens=5) for each in (gen, other))
-        next(first), next(second)
+        stream = gen.stream([[1, 2, 3]] * 4, max_new_tokens=5)
+        next(stream)
         handlers = [signal.getsignal(signal.SIGINT)]
-        first.close()
-        second.close()
+        stream.close()
         handlers.append(signal.getsignal(signal.SIGINT))
         return (
             errors,

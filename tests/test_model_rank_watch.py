@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_batchllm.errors import RanksError
+from hf_batchllm.errors import GeneratorBusyError, RanksError
 from hf_batchllm.parallel import rank_watch
 from hf_batchllm.parallel.group import Group
 from hf_batchllm.parallel.rank_watch import RankWatch
@@ -104,12 +104,12 @@ def test_a_failure_waits_for_a_host_that_no_device_keeps(where: str) -> None:
         assert all(each.wait(10) for each in ended), "it did not come to hear of it"
 
 
-def test_a_call_within_a_call_leaves_the_outer_one_watched() -> None:
+def test_a_call_within_a_call_is_refused_and_leaves_the_outer_one_watched() -> None:
     watches, ended = two_watches()
     with watches[0].during_a_call():
         watches[0].start()
-        with watches[0].during_a_call():
-            watches[0].start()
+        with pytest.raises(GeneratorBusyError, match="another generator of this model"), watches[0].during_a_call():
+            pass
         watches[1].tell("failed")
         assert all(each.wait(10) for each in ended)
 

@@ -131,10 +131,11 @@ class Leader:
                 group.watch.all_have_heard()
 
     def _shown(self, error: BaseException) -> bytes:
-        """An error of the library's own, and what had finished by then, are those of all ranks."""
+        """Of a call that has begun, an error of the library's own and what had finished are those of all ranks."""
+        if isinstance(error, RanksError) or not (self._hands_on and self._turn.begun):
+            return b""
         with suppress(Exception):  # what cannot be packed is told in words
-            if self._hands_on and isinstance(error, BatchLLMError | KeyboardInterrupt):
-                return b"" if isinstance(error, RanksError) else packed(error)
+            return packed(error) if isinstance(error, BatchLLMError | KeyboardInterrupt) else b""
         return b""
 
     def _end_if_apart(self, each: Sequence[tuple[int, int]], failure: Failure) -> None:
