@@ -68,8 +68,9 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
             with self._side.call(kind) as turn:
                 yield turn
         except (BatchLLMError, KeyboardInterrupt) as error:
-            if not self._side.group.leads:
-                self.interrupted = getattr(error, "result", self.interrupted)
+            part = getattr(error, "result", None)
+            if part is not None and not self._side.group.leads:
+                self.interrupted = part
             raise
         if turn.results is not None:
             self.last_report = turn.results[1]
