@@ -6,11 +6,13 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from support_families import reference_generate
+from support_letter_tokenizers import EOS, letter_tokenizer
 from support_tensor_ranks import DEVICE, FOLDER, PROMPTS, QUIET, RANK, error_of, over_twins, sharded, whole_model
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -83,6 +85,19 @@ def scores(name: str) -> Any:
     for mine, other in zip(ours, wanted, strict=True):
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert mine.is_greedy == other.is_greedy
+    return True
+
+
+@over_twins
+def grammars(name: str) -> Any:
+    """The first rank alone knows them."""
+    if find_spec("llguidance") is None:
+        return "needs the extra `json`"
+    tokenizer, prompts = letter_tokenizer(), PROMPTS["nested"][:3]
+    asked: dict[str, Any] = {"regex": ["[ab]{3,9}", None, "(cd)+e"], "eos_token_id": EOS, "max_new_tokens": 12, **QUIET}
+    with BatchGenerator(sharded(name), tokenizer) as gen, BatchGenerator(whole_model(name), tokenizer) as one:
+        for more in ({}, SAMPLED):
+            assert gen.generate(prompts, **asked, **more) == one.generate(prompts, **asked, **more)
     return True
 
 

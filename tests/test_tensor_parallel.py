@@ -23,6 +23,7 @@ RUN = FAMILIES[::3] if SOME else FAMILIES
 CASES = (
     "options:llama",
     "scores:llama",
+    "grammars:llama",
     "kept_prefixes:llama",
     "lied_to:llama",
     "disagreeing:llama",
