@@ -104,6 +104,10 @@ def test_beams_log_probabilities_and_samples_in_one_file(tmp_path: Path, generat
 # -- what may happen on the way ----------------------------------------------------------------------------------------
 
 
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, nothing is there twice, and no line is half: what comes out is what one run gives."""
@@ -126,13 +130,19 @@ def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path, monkeypatch: py
     assert len(expected) == 500
 
     rng, kills, partly = random.Random(7), 0, 0
+    over = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while kills < KILLS:
         for path in tmp_path.glob("out.jsonl*"):
             path.unlink()
         before = 0
         for _ in range(6):  # each of them goes on where the one before it was killed
             child = in_a_child(run)
-            time.sleep(rng.uniform(0.0, 0.5) * took)
+            if kills % 2:  # at any moment
+                time.sleep(rng.uniform(0.0, 0.2) * took)
+            else:  # once there is more, however slow the machine is
+                goal = size_of(target) + rng.uniform(0.0, 0.1) * size_of(whole)
+                while size_of(target) <= goal and os.waitid(os.P_PID, child, over) is None:
+                    time.sleep(0.002)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             kills += 1
