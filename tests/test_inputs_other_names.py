@@ -202,7 +202,7 @@ def test_end_tokens_mean_the_same_in_lines_runs_and_requests(generator: BatchGen
     for message, each in zip(said, (*words, "`stop_token_ids` must be a list of token ids"), strict=True):
         assert each in message
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5]}')
-    with pytest.raises(BatchLLMError, match="pass --prompt-field prompt_token_ids, or call it"):
+    with pytest.raises(BatchLLMError, match=r"it has prompt_token_ids.*: name its field with --prompt-field"):
         run_file(generator, tmp_path / "ids.jsonl", tmp_path / "no.jsonl", max_tokens=1)
 
 

@@ -52,11 +52,6 @@ class TogetherCalls(GenerateCalls, ScoreCalls):
         return None if self._group is None else self._group.watch.exchange
 
     @property
-    def group_has_ended(self) -> bool:
-        """Another process of this model has failed: this one is of no further use."""
-        return self._group is not None and self._group.watch.failure is not None
-
-    @property
     def _group(self) -> Group | None:
         return None if self._side is None else self._side.group
 

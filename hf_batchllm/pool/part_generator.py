@@ -142,6 +142,11 @@ class PartGenerator(BatchGenerator):
         finally:
             self._of_the_call = {}
 
+    @property
+    def group_has_ended(self) -> bool:
+        """Another process of this model has failed: this one is of no further use."""
+        return self._group is not None and self._group.watch.failure is not None
+
     def follow(self) -> None:
         """Do what the leader of those that have the model together is asked for next."""
         assert isinstance(self._side, Follower)

@@ -154,6 +154,7 @@ class WorkerHandle:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_WORDS)
         self.kill("")
+        self._threads[-1].join(_LAST_WORDS)  # what it had printed last may not have been read yet
         with self._lock:
             if self.dead:
                 return
