@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_drafts import always_pay
 from support_families import reference_generate
 from support_letter_tokenizers import EOS, letter_tokenizer
 from support_tensor_ranks import DEVICE, FOLDER, PROMPTS, QUIET, RANK, error_of, over_twins, sharded, whole_model
@@ -98,6 +99,21 @@ def grammars(name: str) -> Any:
     with BatchGenerator(sharded(name), tokenizer) as gen, BatchGenerator(whole_model(name), tokenizer) as one:
         for more in ({}, SAMPLED):
             assert gen.generate(prompts, **asked, **more) == one.generate(prompts, **asked, **more)
+    return True
+
+
+@over_twins
+def drafts(name: str) -> Any:
+    """Guessed by the first rank alone, and run by all."""
+    prompts = [[1, 2, 3, 4] * 6, [5, 6, 7] * 5, [9, 8] * 3]
+    asked: dict[str, Any] = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 40, **QUIET}
+    with pytest.MonkeyPatch.context() as patch:
+        always_pay(patch)
+        with BatchGenerator(sharded(name)) as gen, BatchGenerator(whole_model(name)) as one:
+            for more in ({}, SAMPLED):
+                ours = gen.generate(prompts, **asked, **more)
+                assert ours == one.generate(prompts, **asked, **more)
+                assert ours.report.drafted_tokens
     return True
 
 

@@ -24,6 +24,7 @@ CASES = (
     "options:llama",
     "scores:llama",
     "grammars:llama",
+    "drafts:llama",
     "kept_prefixes:llama",
     "lied_to:llama",
     "disagreeing:llama",

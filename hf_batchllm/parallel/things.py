@@ -69,7 +69,10 @@ def _same(each: list[list[str]]) -> list[str]:
 
 def _sendable(batch: ModelBatch, *others: Any) -> Sequence[Any]:
     """Without requests, which followers know nothing of, and without what the batch has noted of itself."""
-    return replace(batch, asked=[], attention=replace(batch.attention)), *others
+    drafts = batch.draft_rows
+    if drafts is not None and drafts.room is not None:
+        drafts = replace(drafts, room=replace(drafts.room, place={}))
+    return replace(batch, asked=[], attention=replace(batch.attention), draft_rows=drafts), *others
 
 
 def _of_graphs(

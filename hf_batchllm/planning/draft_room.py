@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from .requests_and_prefixes import Request
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,6 +28,7 @@ class DraftRoom:
     until: list[int]  # [requests]  tokens that each may have
     total: int  # rows of all requests
     size: int  # that a graph for them is to have, at least as many
+    number: int = field(default_factory=_numbers.__next__)  # tells it from others, in each process that hears of it
 
     @staticmethod
     def of(requests: Sequence[Request], rows: np.ndarray, ends: np.ndarray, size: int) -> DraftRoom:

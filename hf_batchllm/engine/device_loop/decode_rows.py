@@ -258,7 +258,7 @@ class DecodeRows:
         self._room = room
 
     def has_lists_of(self, room: DraftRoom | None) -> bool:
-        return room is not None and room is self._room
+        return room is not None and self._room is not None and room.number == self._room.number
 
     def run(self) -> None:
         """Run the rows once: each gets its next token."""
