@@ -113,7 +113,7 @@ def drafts(name: str) -> Any:
             for more in ({}, SAMPLED):
                 ours = gen.generate(prompts, **asked, **more)
                 assert ours == one.generate(prompts, **asked, **more)
-                assert ours.report.drafted_tokens
+                assert bool(ours.report.drafted_tokens) == (DEVICE == "cpu")
     return True
 
 

@@ -65,7 +65,9 @@ def test_layers_are_fused_over_the_weights_that_are_here(two: list[dict[str, Any
     assert "fused      3 of 3 layers, with their experts" in two[0]["family:mixtral"]
 
 
-@pytest.mark.parametrize("case", ["options:llama", "scores:llama", "grammars:llama", "drafts:llama", "kept_prefixes:llama"])
+@pytest.mark.parametrize(
+    "case", ["options:llama", "scores:llama", "grammars:llama", "drafts:llama", "kept_prefixes:llama"]
+)
 def test_options_count_as_in_one_process(case: str, two: list[dict[str, Any]]) -> None:
     assert not [found[case] for found in two if "FAILED" in str(found[case])]
 

@@ -95,7 +95,7 @@ def _why_none(
     requests = parts.requests
     if parts.use.architecture.states:
         return "its layers carry a state from token to token, which would have moved on over wrong guesses"
-    if parts.use.architecture.parts > 1 and parts.job.assistant is not None:
+    if parts.use.architecture.parts > 1 and (parts.job.assistant is not None or parts.use.device.type == "cuda"):
         return "several processes run the model together"
     if requests and all(each.prompt_keys is not each.prompt_ids for each in requests):
         return "no tokens are guessed for prompts with images"
