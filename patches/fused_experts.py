@@ -20,7 +20,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class ExpertKernels:
-    """The kernels, in Triton or as their twins in PyTorch."""
+    """The kernels, in Triton or as their references in PyTorch."""
 
     choose: Callable[..., Any]
     rows_of_experts: Callable[..., RowsOfExperts]

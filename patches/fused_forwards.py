@@ -34,7 +34,7 @@ Merged = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """The kernels, in Triton or as their twins in PyTorch."""
+    """The kernels, in Triton or as their references in PyTorch."""
 
     add_rms_norm: Callable[..., torch.Tensor]
     act_and_mul: Callable[..., torch.Tensor]

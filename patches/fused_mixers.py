@@ -22,7 +22,7 @@ _NORM = NormForm()
 
 @dataclass(frozen=True)
 class MixerKernels:
-    """The kernels, in Triton or as their twins in PyTorch."""
+    """The kernels, in Triton or as their references in PyTorch."""
 
     decay_and_beta: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_norm: Callable[..., torch.Tensor]

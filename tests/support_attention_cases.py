@@ -1,8 +1,8 @@
-"""Shared by the random decode and prefill cases: kinds of kernels, tensors, and the reference.
+"""Shared by the random decode and prefill cases: kinds of kernels, tensors, and the computation by hand.
 
 Whatever no row may see is NaN in the caches, and all outputs are NaN before a kernel runs: a key that should not have
 been read shows, and so does an element that was left out, or written though nothing belongs there. A kernel is held
-against its twin in float64, and both against a reference that knows nothing of work lists.
+against its reference in float64, and both against a computation that knows nothing of work lists.
 """
 
 from __future__ import annotations

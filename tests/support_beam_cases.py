@@ -1,9 +1,9 @@
 """Beam searches at random, and what ``generate`` gives for each prompt alone. Run by hand, it tries many:
 
-python tests/support_beam_cases.py 300 [seed] [twins] [tight] [turns]
+python tests/support_beam_cases.py 300 [seed] [references] [tight] [turns]
 
-``twins``: over the kernels' twins, as on a GPU. ``tight``: memory for little more than one prompt. ``turns``: groups
-take turns, as many of them do on a GPU.
+``references``: over the references of kernels, as on a GPU. ``tight``: memory for little more than one prompt.
+``turns``: groups take turns, as many of them do on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support_calls import noted
-from support_device_loop import run_over_twins
+from support_device_loop import run_over_references
 from support_families import build
 from support_parity import cache_of, prove_caches
 
@@ -250,8 +250,8 @@ def check(prompts: Any = PROMPTS, family: str = FAMILY, config: dict[str, Any] |
 
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patched:
-        if "twins" in sys.argv:
-            run_over_twins(patched)
+        if "references" in sys.argv:
+            run_over_references(patched)
         if "turns" in sys.argv:
             take_turns(patched)
         main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -49,11 +49,11 @@ class LoadsToBreak:
         return _loads_in_a_worker, (self.saved, self.folder)
 
     def __call__(self) -> Any:
-        from support_device_loop import run_over_twins
+        from support_device_loop import run_over_references
         from transformers import AutoModelForCausalLM
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        run_over_twins(pytest.MonkeyPatch())
+        run_over_references(pytest.MonkeyPatch())
         _Moments(self.folder).watch()
         return AutoModelForCausalLM.from_pretrained(
             self.saved, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32

@@ -1,4 +1,4 @@
-"""Random decode steps for the attention kernels over work lists and their twins, and what must come of them."""
+"""Random decode steps for the attention kernels over work lists and their references, and what must come of them."""
 
 from __future__ import annotations
 
@@ -229,15 +229,15 @@ class Outputs:
             each[of_rows] = torch.where(each[of_rows].isnan(), each[of_rows], 0.0)
         return left
 
-    def assert_near(self, twin: Outputs, what: str) -> float:
+    def assert_near(self, reference: Outputs, what: str) -> float:
         """What one launch has written; the worst error."""
         self.assert_guarded()
         dtype = self.out.dtype
-        assert (self.part_lse.isneginf() == twin.part_lse.isneginf()).all(), f"{what}: the LSE of nothing"
-        mine, its = (torch.where(each.isneginf(), 0.0, each) for each in (self.part_lse, twin.part_lse))
+        assert (self.part_lse.isneginf() == reference.part_lse.isneginf()).all(), f"{what}: the LSE of nothing"
+        mine, its = (torch.where(each.isneginf(), 0.0, each) for each in (self.part_lse, reference.part_lse))
         assert (mine.isnan() == its.isnan()).all(), f"{what}: an LSE was left out, or another one written"
         assert ((mine - its).nan_to_num().abs() <= LSE_TOLERANCE[dtype]).all(), f"{what}: LSE"
-        pairs = (self.out, twin.out), (self.part_out, twin.part_out)
+        pairs = (self.out, reference.out), (self.part_out, reference.part_out)
         return max(assert_near(mine, its, dtype, what) for mine, its in pairs)
 
     def assert_guarded(self) -> None:
@@ -247,13 +247,13 @@ class Outputs:
 
 
 def check_decode(
-    kernels: ModuleType, case: DecodeCase, device: str, *, twins_on: str | None = None, guard: int = GUARD
+    kernels: ModuleType, case: DecodeCase, device: str, *, references_on: str | None = None, guard: int = GUARD
 ) -> dict[str, float]:
-    """A decode step, launch by launch, at each stage of the rows. The worst error of each kernel against its twin.
+    """A decode step, launch by launch, at each stage of the rows. The worst error of each kernel against its reference.
 
     Without a guard the outputs end where their memory ends, so that a sanitizer sees what goes beyond.
     """
-    variant, here = case.variant, twins_on or device
+    variant, here = case.variant, references_on or device
     tensors = case.tensors(here)
     exact, given = tensors.to(torch.float64), tensors.to(device)
     lists = case.work(capacity=2)

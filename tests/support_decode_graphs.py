@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support_attention_twins import TWINS
+from support_attention_references import REFERENCES
 from support_device_loop import Replay
 from support_parity import watched as watched  # a fixture
 
@@ -16,11 +16,11 @@ from hf_batchllm.model.attention.triton_attention import TritonBackend
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
-    """Calls run over the kernels' twins, and their decode steps as if they were captured."""
+    """Calls run over the kernels' references, and their decode steps as if they were captured."""
     seen: list[DecodeGraphs] = []
 
     def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
-        return TritonBackend(TWINS, storage, device, notices, (4, 2))
+        return TritonBackend(REFERENCES, storage, device, notices, (4, 2))
 
     def graphs_for(config: Any, runner: Any, *rest: Any) -> DecodeGraphs:
         seen.append(DecodeGraphs(runner, runner.backend, *rest))

@@ -1,4 +1,4 @@
-"""The GPU's loop wherever a test runs: natively on a GPU; on a CPU over the kernels' twins, nothing being captured.
+"""The GPU's loop wherever a test runs: natively on a GPU; on a CPU over the kernels' references, nothing captured.
 
 And an oracle that does not care how it was run: each token is held against the logits that transformers' own forward
 gives for everything before it, under the noise of its seed, prompt, sample and position.
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from support_attention_twins import FIXED_TWINS, TWINS
+from support_attention_references import FIXED_REFERENCES, REFERENCES
 from support_distributions import processors_of
 from support_families import build, logits_of_rows
-from support_fused import TWINS as FUSED_TWINS
+from support_fused import REFERENCES as FUSED_REFERENCES
 from support_parity import NEAR_TIE, Row
 
 from hf_batchllm import BatchResult
@@ -33,7 +33,7 @@ Key = tuple[int, int]  # prompt and sample
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
-        run_over_twins(monkeypatch)
+        run_over_references(monkeypatch)
     return request.param
 
 
@@ -52,14 +52,14 @@ class Replay:
         self._rows = None
 
 
-def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_over_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a call does on a GPU is done on a CPU: work lists, graphs' fixed memory, fused layers, tokens picked
     on the device. What would be captured is run again in its place."""
 
     def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
         if config.invariant:
-            return FixedTritonBackend(FIXED_TWINS, TWINS, storage, device, notices, (4, 2))
-        return TritonBackend(TWINS, storage, device, notices, (4, 2))
+            return FixedTritonBackend(FIXED_REFERENCES, REFERENCES, storage, device, notices, (4, 2))
+        return TritonBackend(REFERENCES, storage, device, notices, (4, 2))
 
     def graphs_for(config: Any, runner: Any, *others: Any) -> DecodeGraphs:
         return DecodeGraphs(runner, runner.backend, *others, config.cuda_graphs)
@@ -74,7 +74,7 @@ def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_batchllm.sampling.token_picking.may_pick_on", lambda *_: True)
     monkeypatch.setattr("hf_batchllm.sampling.logprobs.may_pick_on", lambda *_: True)
     monkeypatch.setattr(
-        "hf_batchllm.model.model_in_use.fused_kernels", lambda config, _: FUSED_TWINS if config.fuse else None
+        "hf_batchllm.model.model_in_use.fused_kernels", lambda config, _: FUSED_REFERENCES if config.fuse else None
     )
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
 

@@ -72,7 +72,7 @@ def said_of(family: str) -> str:
     return f"{layers} of {layers} layers{but}" + (", with their experts" if family in WITH_EXPERTS else "")
 
 
-TWINS = FusedKernels(
+REFERENCES = FusedKernels(
     layer_ops_torch.add_rms_norm,
     layer_ops_torch.act_and_mul,
     ExpertKernels(
@@ -111,7 +111,7 @@ class Fusing(list[int]):
 
 @pytest.fixture
 def fusing(monkeypatch: pytest.MonkeyPatch) -> Fusing:
-    """Calls fuse on a CPU, with the kernels' twins."""
+    """Calls fuse on a CPU, with the kernels' references."""
     steps = Fusing(monkeypatch)
     begin = FusedLayers.step
 
@@ -121,7 +121,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> Fusing:
         return begin(self)
 
     def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
-        return TWINS if config.fuse else None
+        return REFERENCES if config.fuse else None
 
     monkeypatch.setattr("hf_batchllm.model.model_in_use.fused_kernels", fused_kernels)
     monkeypatch.setattr(FusedLayers, "step", noted_step)

@@ -54,9 +54,9 @@ def running_as(case: Case) -> Iterator[None]:
 
 
 def _run_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    from support_device_loop import run_over_twins
+    from support_device_loop import run_over_references
 
-    run_over_twins(patch)
+    run_over_references(patch)
 
 
 def multiply_in_blocks(patch: pytest.MonkeyPatch) -> None:

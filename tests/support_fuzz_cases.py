@@ -14,7 +14,7 @@ MOVES_PROMPTS = ("permuted", "split", "strangers", "duplicates", "record")
 STAYS = ("settings", "kept", "stream", "tensors", "accelerated", "score", "forms")
 _TOKENS = 97
 _MOST_STEPS = 60  # over the prompts; a step takes some milliseconds
-_MOST_FOR_TWINS = 120
+_MOST_FOR_REFERENCES = 120
 _PAGES = (1, 2, 3, 4, 7, 8, 16, 33, 64)
 _PAGES_OF_KERNELS = (16, 32, 64)  # plain PyTorch attends over others
 
@@ -41,7 +41,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     one_seed: int | None = None  # for all prompts; None: each has its own
     device: str = "cpu"
-    device_loop: bool = False  # on a CPU: the loop of a GPU, over the kernels' twins
+    device_loop: bool = False  # on a CPU: the loop of a GPU, over the kernels' references
     every_row: bool = False  # is held against ``generate``, not some only
 
     @property
@@ -155,8 +155,8 @@ def draw_case(seed: int, number: int, device: str = "cpu", invariant: bool = Fal
         options: Options = {} if how == "beams" or dice.random() < 0.8 else {"logprobs": 2}
     else:
         options = draw_options(dice, longest, how)
-    # The twins of the kernels take long over long prompts.
-    device_loop = device == "cpu" and dice.random() < 0.2 and sum(map(len, prompts)) < _MOST_FOR_TWINS
+    # The references of the kernels take long over long prompts.
+    device_loop = device == "cpu" and dice.random() < 0.2 and sum(map(len, prompts)) < _MOST_FOR_REFERENCES
     one_seed = None if relation in MOVES_PROMPTS or dice.random() < 0.5 else dice.randrange(2**63)
     config = draw_config(dice, device, device_loop, how == "beams", sum(map(len, prompts)))
     every_row = dice.random() < 0.15

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from support_attention_twins import TWINS
+from support_attention_references import REFERENCES
 from support_calls import noted
 from support_families import build
 from support_parity import assert_parity
@@ -89,7 +89,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """In the place of a GPU, with the kernels' twins. What is left free in any case is more than there is: left out."""
+    """In the place of a GPU, with the kernels' references. What is left free anyway is more than there is: left out."""
     made = Device(1 << 20)
     monkeypatch.setattr("hf_batchllm.engine.devices.device_memory", lambda device: made)
     monkeypatch.setattr("hf_batchllm.model.attention.kv_storage._new", made.empty)
@@ -97,13 +97,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._UNSEEN", 0)
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PARTS", 0)
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._ROUNDING", 0)
-    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_twins(TWINS))
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_references(REFERENCES))
     yield made
     gc.collect()
     assert not made.tensors, "tensors of the cache are left"
 
 
-def over_twins(kernels: AttentionKernels) -> Callable[..., TritonBackend]:
+def over_references(kernels: AttentionKernels) -> Callable[..., TritonBackend]:
     return lambda config, device, storage, notices: TritonBackend(kernels, storage, device, notices, (4, 2))
 
 

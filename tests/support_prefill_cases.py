@@ -1,4 +1,4 @@
-"""Random chunks of prompts for the prefill kernel and its twin, and what must come of them."""
+"""Random chunks of prompts for the prefill kernel and its reference, and what must come of them."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ def check_prefill(
     device: str,
     options: dict[str, int] | None = None,
     *,
-    twins_on: str | None = None,
+    references_on: str | None = None,
     guard: int = GUARD,
 ) -> dict[str, float]:
-    """All chunks in one launch. The error of the kernel against its twin.
+    """All chunks in one launch. The error of the kernel against its reference.
 
     Without a guard the output ends where its memory ends, so that a sanitizer sees what goes beyond.
     """
-    variant, here = case.variant, twins_on or device
+    variant, here = case.variant, references_on or device
     tensors = case.tensors(here)
     exact = tensors.to(torch.float64)
     work = case.work(tile, capacity=2)
@@ -183,8 +183,8 @@ def check_prefill(
         around = torch.cat([guarded[:guard], guarded[len(guarded) - guard :]])
         assert around.isnan().all(), "written out of bounds"
         outputs.append(out.to(here))
-    got, twin = outputs
+    got, reference = outputs
     want = case.reference(exact)
     assert_near(got, want, variant.dtype, f"prefill, {variant}")
-    assert_near(twin, want, torch.float64, f"prefill's twin, {variant}")
-    return {"prefill": assert_near(got, twin, variant.dtype, f"prefill, {variant}, against its twin")}
+    assert_near(reference, want, torch.float64, f"prefill's reference, {variant}")
+    return {"prefill": assert_near(got, reference, variant.dtype, f"prefill, {variant}, against its reference")}

@@ -1,4 +1,4 @@
-"""Small mixers that carry a state, one of each family of transformers, and the kernels' twins as their context."""
+"""Small mixers that carry a state, one of each family of transformers, and the kernels' references as their context."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(mixer: nn.Module, states: torch.Tensor) -> torch.Tensor:  # [tokens, hid
     return (out[0] if isinstance(out, tuple) else out)[0]
 
 
-class Twins:
+class References:
     """States of each function that a pass calls, in slots."""
 
     def __init__(self, slots: int) -> None:
@@ -129,6 +129,6 @@ class Twins:
     def selective_scan(self, call: SelectiveScan) -> torch.Tensor:
         return self._by_fields(selective_scan, call, call.x.shape[1], call.b.shape[1])
 
-    def _by_fields(self, twin: Callable[..., torch.Tensor], call: Any, *shape: int) -> torch.Tensor:
-        given = {name: getattr(call, name) for name in inspect.signature(twin).parameters if hasattr(call, name)}
-        return twin(**given, states=self._states(torch.zeros, *shape), spans=self.spans)
+    def _by_fields(self, reference: Callable[..., torch.Tensor], call: Any, *shape: int) -> torch.Tensor:
+        given = {name: getattr(call, name) for name in inspect.signature(reference).parameters if hasattr(call, name)}
+        return reference(**given, states=self._states(torch.zeros, *shape), spans=self.spans)

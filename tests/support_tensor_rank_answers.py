@@ -14,7 +14,7 @@ import torch
 from support_drafts import always_pay
 from support_families import reference_generate
 from support_letter_tokenizers import EOS, letter_tokenizer
-from support_tensor_ranks import DEVICE, FOLDER, PROMPTS, QUIET, RANK, error_of, over_twins, sharded, whole_model
+from support_tensor_ranks import DEVICE, FOLDER, PROMPTS, QUIET, RANK, error_of, over_references, sharded, whole_model
 from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
@@ -22,7 +22,7 @@ from hf_batchllm import BatchGenerator, RankGenerator, accelerated, run_file
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 20, "seed": 5}
 
 
-@over_twins
+@over_references
 def family(name: str) -> Any:
     """Greedy as ``generate``, one prompt at a time; sampled as one process; on the plain backend as well."""
     model, whole = sharded(name), whole_model(name)
@@ -37,7 +37,7 @@ def family(name: str) -> Any:
     return str(result.report)
 
 
-@over_twins
+@over_references
 def options(name: str) -> Any:
     model, whole, prompts = sharded(name), whole_model(name), PROMPTS["nested"]
     given: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ def options(name: str) -> Any:
     return str(long.report)
 
 
-@over_twins
+@over_references
 def scores(name: str) -> Any:
     model, whole, prompts = sharded(name), whole_model(name), PROMPTS["nested"]
     continuations = [[[3, 4], [5]] for _ in prompts]
@@ -89,7 +89,7 @@ def scores(name: str) -> Any:
     return True
 
 
-@over_twins
+@over_references
 def grammars(name: str) -> Any:
     """The first rank alone knows them."""
     if find_spec("llguidance") is None:
@@ -102,7 +102,7 @@ def grammars(name: str) -> Any:
     return True
 
 
-@over_twins
+@over_references
 def drafts(name: str) -> Any:
     """Guessed by the first rank alone, and run by all."""
     prompts = [[1, 2, 3, 4] * 6, [5, 6, 7] * 5, [9, 8] * 3]
@@ -117,7 +117,7 @@ def drafts(name: str) -> Any:
     return True
 
 
-@over_twins
+@over_references
 def kept_prefixes(name: str) -> Any:
     """And preemption, in a cache for a few of the sequences."""
     model, whole, prompts = sharded(name), whole_model(name), PROMPTS["nested"]

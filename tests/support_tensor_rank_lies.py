@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import reference_generate
-from support_tensor_ranks import DEVICE, PROMPTS, QUIET, RANK, RANKS, error_of, over_twins, sharded, whole_model
+from support_tensor_ranks import DEVICE, PROMPTS, QUIET, RANK, RANKS, error_of, over_references, sharded, whole_model
 from transformers import MaxTimeCriteria, MinPLogitsWarper
 
 from hf_batchllm import BatchGenerator
@@ -22,7 +22,7 @@ from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.parallel import group
 
 
-@over_twins
+@over_references
 def lied_to(name: str) -> Any:
     """About free memory, the clock, whether the device is at work, and captures that fail."""
     model, whole, prompts = sharded(name), whole_model(name), PROMPTS["distinct"]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from packaging import version
-from support_device_loop import run_over_twins
+from support_device_loop import run_over_references
 from support_families import build, random_prompts
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -51,13 +51,13 @@ def whole_model(family: str) -> Any:
     return copy.deepcopy(build(family)).to(DEVICE)
 
 
-def over_twins(case: Callable[..., Any]) -> Callable[..., Any]:
-    """On the GPU's loop; on a CPU over the kernels' twins."""
+def over_references(case: Callable[..., Any]) -> Callable[..., Any]:
+    """On the GPU's loop; on a CPU over the kernels' references."""
 
     def run(*given: str) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             if DEVICE == "cpu":
-                run_over_twins(patch)
+                run_over_references(patch)
             return case(*given)
 
     return run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_bench import settings_of_others as settings_of_others  # a fixture
-from support_fused import TWINS
+from support_fused import REFERENCES
 from support_invariant import that_counts_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
@@ -276,13 +276,13 @@ def test_the_shapes_of_experts_and_their_floor() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_ours_and_theirs_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the twins; and each piece is timed on what the one before has made."""
-    monkeypatch.setattr(bench_experts, "KERNELS", TWINS.experts)
+    """With the references; and each piece is timed on what the one before has made."""
+    monkeypatch.setattr(bench_experts, "KERNELS", REFERENCES.experts)
     monkeypatch.setattr(bench_experts, "DTYPE", torch.float32)
     for layer in with_tokens(some_experts(name), 5):
         assert layer.x.shape == (5, 64) and layer.indices.shape == (5, SHAPES[name]["num_experts_per_tok"])
         assert layer.met == len(set(layer.indices.flatten().tolist()))
-        torch.testing.assert_close(layer.ours(TWINS.experts), layer.theirs(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(layer.ours(REFERENCES.experts), layer.theirs(), rtol=1e-4, atol=1e-6)
         (up, bias), (down, _) = layer.weight("gate_up_proj"), layer.weight("down_proj")
         assert up.shape[1:] == (64, 64) and down.shape[1:] == (64, 32) and (bias is not None) == ("gpt" in name)
         count = SHAPES[name].get("num_local_experts", 0)
@@ -290,7 +290,7 @@ def test_ours_and_theirs_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             LESS[name].get("num_experts", LESS[name].get("num_local_experts", count)), layer.indices.shape[1], 64, 32
         )
         made = [piece() for piece in bench_experts.pieces_of(layer, shape).values()]
-        torch.testing.assert_close(made[-1], layer.ours(TWINS.experts))
+        torch.testing.assert_close(made[-1], layer.ours(REFERENCES.experts))
 
 
 def test_tokens_that_resemble_each_other_meet_fewer_experts_and_tiles_suit_their_rows() -> None:

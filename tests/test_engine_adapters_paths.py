@@ -20,7 +20,7 @@ from support_adapters import (
     wrapped,
 )
 from support_calls import answers, failing, noted
-from support_device_loop import Replay, run_over_twins
+from support_device_loop import Replay, run_over_references
 from support_families import reference_generate
 from support_fused import FORWARDS
 from support_fused import fusing as fusing  # a fixture
@@ -47,8 +47,8 @@ NAMES = ("a", "b", None)
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The loop of a GPU over the kernels' twins. A graph is only ever replayed with what it was captured with."""
-    run_over_twins(monkeypatch)
+    """The loop of a GPU over the kernels' references. A graph is only ever replayed with what it was captured with."""
+    run_over_references(monkeypatch)
     names: list[str | None] = []
 
     class Checked(Replay):

@@ -51,14 +51,14 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AssistedAhead, "_count", count)
 
 
-def twin_of(model: Any, noise: float = 0.0) -> Any:
+def copy_of(model: Any, noise: float = 0.0) -> Any:
     """A copy, with weights that are a little different."""
-    twin, made = copy.deepcopy(model), torch.Generator(device=model.device).manual_seed(1)
+    reference, made = copy.deepcopy(model), torch.Generator(device=model.device).manual_seed(1)
     with torch.no_grad():
-        for weight in twin.parameters():
+        for weight in reference.parameters():
             if noise and weight.is_floating_point():
                 weight += noise * weight.std() * torch.randn(weight.shape, generator=made, device=weight.device)
-    return twin
+    return reference
 
 
 def both(model: Any, assistant: Any, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_the_model_itself_is_always_right(device: str, config: dict[str, Any], options: dict[str, Any]) -> None:
     """Its cache holds what it should, and it draws under the same noise: sampled answers are guessed as well."""
     model = model_on(device, "llama")
-    plain, drafted = both(model, twin_of(model), config, **options)
+    plain, drafted = both(model, copy_of(model), config, **options)
     report = drafted.report
     ended = any(each.finish_reason == "stop" for each in plain)  # what was guessed behind an end is wrong
     assert report.accepted_tokens >= (0.5 if ended else 0.97) * report.drafted_tokens > 0
@@ -95,10 +95,10 @@ def test_the_model_itself_is_always_right(device: str, config: dict[str, Any], o
 @pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"repetition_penalty": 1.3}], ids=str)
 def test_where_a_cpu_steps_at_once(options: dict[str, Any]) -> None:
     model = build("llama")
-    _, drafted = both(model, twin_of(model), **options)
+    _, drafted = both(model, copy_of(model), **options)
     if "repetition_penalty" not in options:
         assert drafted.report.accepted_tokens >= 0.97 * drafted.report.drafted_tokens > 0
-    _, drafted = both(model, twin_of(model, 0.05), **options)
+    _, drafted = both(model, copy_of(model, 0.05), **options)
     assert 0 < drafted.report.accepted_tokens < drafted.report.drafted_tokens
 
 
@@ -109,7 +109,7 @@ def test_where_a_cpu_steps_at_once(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_families(device: str, family: str, assistant: str, options: dict[str, Any]) -> None:
     model = model_on(device, family)
-    _, drafted = both(model, twin_of(model_on(device, assistant), 0.05), **options)
+    _, drafted = both(model, copy_of(model_on(device, assistant), 0.05), **options)
     assert drafted.report.drafted_tokens > 0
     if family == assistant:
         assert 0 < drafted.report.accepted_tokens < drafted.report.drafted_tokens
@@ -119,14 +119,14 @@ def test_families(device: str, family: str, assistant: str, options: dict[str, A
 def test_to_the_last_bit() -> None:
     model = build("llama")
     for options in ({"logprobs": 1}, SAMPLED | {"logprobs": 1}):
-        plain, drafted = both(model, twin_of(model, 0.05), {"invariant": True}, **options)
+        plain, drafted = both(model, copy_of(model, 0.05), {"invariant": True}, **options)
         assert [repr(each.logprobs) for each in plain] == [repr(each.logprobs) for each in drafted]
         assert drafted.report.accepted_tokens > 0
 
 
 def test_answers_are_those_of_generate() -> None:
     model: Any = build("llama")
-    assistant: Any = twin_of(model, 0.05)
+    assistant: Any = copy_of(model, 0.05)
     with BatchGenerator(model) as generator:
         for prompt in PROMPTS[:3]:
             ids = torch.tensor([prompt])
@@ -138,7 +138,7 @@ def test_answers_are_those_of_generate() -> None:
 @pytest.mark.usefixtures("always")
 def test_call_after_call_and_the_assistant_as_it_was(device: str) -> None:
     model = model_on(device, "llama")
-    first, second = twin_of(model, 0.05), twin_of(model_on(device, "qwen3"))
+    first, second = copy_of(model, 0.05), copy_of(model_on(device, "qwen3"))
     ids = torch.tensor([PROMPTS[0]], device=model.device)
     before = [each(ids).logits for each in (first, second)]
     with BatchGenerator(model, **ON_A_GPU) as generator:
@@ -163,14 +163,14 @@ def test_little_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers for which its cache has none get no guess."""
     monkeypatch.setattr(assistant_module, "MOST_ANSWERS", 2)  # room for these
     model = model_on(device, "llama")
-    _, drafted = both(model, twin_of(model))
+    _, drafted = both(model, copy_of(model))
     assert drafted.report.accepted_tokens == drafted.report.drafted_tokens > 0
 
 
 @pytest.mark.usefixtures("always")
 def test_an_assistant_with_few_positions(device: str) -> None:
     """An answer beyond these gets no guess."""
-    model, short = model_on(device, "llama"), twin_of(model_on(device, "gpt2"))
+    model, short = model_on(device, "llama"), copy_of(model_on(device, "gpt2"))
     most = 48
     short.transformer.wpe = torch.nn.Embedding.from_pretrained(short.transformer.wpe.weight[:most])
     short.config.n_positions = most
@@ -183,7 +183,7 @@ def test_an_assistant_with_few_positions(device: str) -> None:
 @GREEDY_AND_SAMPLED
 def test_logits_that_are_no_numbers(device: str, options: dict[str, Any]) -> None:
     model = model_on(device, "llama")
-    assistant = twin_of(model)
+    assistant = copy_of(model)
     with torch.no_grad():
         assistant.model.norm.weight.mul_(float("inf"))
     _, drafted = both(model, assistant, **options)
@@ -204,14 +204,14 @@ def test_much_to_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Assistant, "guess", guess)
     model = model_on(device, "llama")
-    _, drafted = both(model, twin_of(model), **SAMPLED)
+    _, drafted = both(model, copy_of(model), **SAMPLED)
     assert drafted.report.accepted_tokens >= 0.9 * drafted.report.drafted_tokens > 0
 
 
 def test_long_prompts_are_not_read_for_short_answers() -> None:
     """Where reading them would take longer than guesses save."""
     model = build("llama")
-    assistant = twin_of(model)
+    assistant = copy_of(model)
     shared = random_prompts(random.Random(3), 97, "distinct", 300)[0]
     prompts = [[*shared * 20, place] for place in range(8)]
     read = [0]
@@ -228,11 +228,11 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_on(device, "llama")
     calls = failing(monkeypatch, Assistant, "_run", {6}, torch.OutOfMemoryError("no room"))
     with pytest.warns(UserWarning, match="`assistant_model`: it ran out of memory on .*: for the rest of the call"):
-        _, drafted = both(model, twin_of(model))
+        _, drafted = both(model, copy_of(model))
     assert calls == [6] and drafted.report.accepted_tokens > 0
     failing(monkeypatch, Assistant, "__init__", {1}, torch.OutOfMemoryError("no room"))
     with pytest.warns(UserWarning, match="`assistant_model` has no effect here: .* has no memory for it"):
-        _, drafted = both(model, twin_of(model))
+        _, drafted = both(model, copy_of(model))
     assert not drafted.report.drafted_tokens
 
 
@@ -243,14 +243,14 @@ def test_an_assistant_that_cannot_be_opened_costs_no_kept_prefixes(monkeypatch: 
         with monkeypatch.context() as patch:
             failing(patch, Assistant, "__init__", [1], ValueError("no assistant"))
             with pytest.raises(ValueError, match="no assistant"):
-                generator.generate(prompts, max_new_tokens=1, assistant_model=twin_of(model))
+                generator.generate(prompts, max_new_tokens=1, assistant_model=copy_of(model))
         assert generator.generate(prompts, max_new_tokens=1).report.cached_tokens == 32
 
 
 @pytest.mark.usefixtures("always")
 def test_an_error_in_the_assistant_is_an_error() -> None:
     model = build("llama")
-    assistant = twin_of(model)
+    assistant = copy_of(model)
     steps: list[int] = []
 
     def fails(*_: Any) -> None:
@@ -290,18 +290,21 @@ NO_EFFECT = "`assistant_model` has no effect"
 OF_MODEL: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "layers of the model": (lambda model: {"assistant_model": model}, f"{NO_EFFECT} here: .*it shares layers with"),
     "states": (lambda _: {"assistant_model": FAMILIES["mamba"]()}, f"{NO_EFFECT} here: .*carry a state"),
-    "no weights": (lambda model: {"assistant_model": twin_of(model).to("meta")}, f"{NO_EFFECT} here: .*meta"),
+    "no weights": (lambda model: {"assistant_model": copy_of(model).to("meta")}, f"{NO_EFFECT} here: .*meta"),
     "training": (
-        lambda model: {"assistant_model": twin_of(model).train()},
+        lambda model: {"assistant_model": copy_of(model).train()},
         f"{NO_EFFECT} here: .*is in training mode, .* call its eval",
     ),
-    "beams": (lambda model: {"assistant_model": twin_of(model), "num_beams": 2}, f"{NO_EFFECT} here: .*beam search"),
+    "beams": (
+        lambda model: {"assistant_model": copy_of(model), "num_beams": 2},
+        f"{NO_EFFECT} here: .*beam search",
+    ),
     "another vocabulary": (
         lambda _: {"assistant_model": _of_vocabulary(50), "assistant_tokenizer": object()},
         f"{NO_EFFECT} here: .*(101 tokens|vocab|tokens and the model)",
     ),
     "beside lookup": (
-        lambda model: {"assistant_model": twin_of(model), "prompt_lookup_num_tokens": 3},
+        lambda model: {"assistant_model": copy_of(model), "prompt_lookup_num_tokens": 3},
         f"{NO_EFFECT} beside `prompt_lookup_num_tokens`",
     ),
     "without it": (
@@ -332,7 +335,7 @@ def test_each_assistant_has_a_warning_of_its_own() -> None:
 @pytest.mark.usefixtures("always")
 def test_an_assistant_with_other_layers_than_before_and_one_that_is_gone() -> None:
     model = build("llama")
-    assistant = twin_of(model)
+    assistant = copy_of(model)
     with BatchGenerator(model) as generator:
         asked: dict[str, Any] = {"max_new_tokens": 20}
         plain = told(generator.generate(PROMPTS, **asked))
@@ -372,7 +375,7 @@ def test_errors_that_name_it(given: Callable[[], dict[str, Any]], message: str) 
 def test_a_streamer(capsys: pytest.CaptureFixture[str]) -> None:
     model = build("llama")
     with BatchGenerator(model, letter_tokenizer(97)) as generator:
-        for asked in ({}, {"assistant_model": twin_of(model, 0.05)}):
+        for asked in ({}, {"assistant_model": copy_of(model, 0.05)}):
             generator.generate(["abc"], max_new_tokens=9, streamer=TextStreamer(letter_tokenizer(97)), **asked)
     first, second = capsys.readouterr().out.split("\n")[:2]
     assert first == second

@@ -1,6 +1,6 @@
 """Bursts: decode rows run several times in a row with their state on the device, before the host looks at a token.
 
-Without a GPU nothing is captured; what a graph would replay is run over the kernels' twins.
+Without a GPU nothing is captured; what a graph would replay is run over the kernels' references.
 """
 
 from __future__ import annotations

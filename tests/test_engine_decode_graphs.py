@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_attention_twins import TWINS
+from support_attention_references import REFERENCES
 from support_calls import answers, as_generate, failing
 from support_decode_graphs import captured as captured  # a fixture
 from support_decode_graphs import graphs as graphs  # a fixture
@@ -154,8 +154,8 @@ def test_graphs_that_do_not_close_leave_the_generator_free(monkeypatch: pytest.M
 def test_layers_that_the_kernels_cannot_do_are_not_captured(
     graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unsupported = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "too odd"}))
-    monkeypatch.setattr("support_decode_graphs.TWINS", unsupported)
+    unsupported = AttentionKernels(**(vars(REFERENCES) | {"unsupported": lambda *shape: "too odd"}))
+    monkeypatch.setattr("support_decode_graphs.REFERENCES", unsupported)
     with pytest.warns(UserWarning, match="too odd"):
         as_generate("llama", mixed_prompts(2), NEW_TOKENS, {"steps_per_sync": 2})
     assert graphs[0].steps == 0

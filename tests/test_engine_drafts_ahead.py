@@ -14,7 +14,7 @@ import pytest
 import torch
 from support_calls import answers, failing, noted
 from support_device_loop import device as device  # a fixture
-from support_device_loop import model_on, run_over_twins
+from support_device_loop import model_on, run_over_references
 from support_drafts import (
     GREEDY_AND_SAMPLED,
     NEW_TOKENS,
@@ -93,7 +93,7 @@ def test_long_drafts(device: str, guessed: int, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_over_plain_pytorch(refused: bool, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend on a GPU without kernels, and layers that kernels refuse: there each row is by itself."""
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     if refused:
         monkeypatch.setattr(TritonBackend, "refusal", lambda self, _: self._refusals.setdefault(0, "no such shape"))
     else:
@@ -191,7 +191,7 @@ def test_lists_are_made_once_for_many_steps(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_to_the_last_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     multiply_in_blocks(monkeypatch)
     monkeypatch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)
     options = ENDS | {"max_new_tokens": 40, "num_return_sequences": 1, "logprobs": 1}
@@ -226,7 +226,7 @@ class InTurns(GroupScheduler):
 @pytest.mark.parametrize("how", ["halves", "reversed"])
 def test_lists_made_anew_in_a_room(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a model that its owner changes between two results, under a scheduler that leaves out some rows."""
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     model = copy.deepcopy(model_on("cpu", "llama"))
     options = [GenerationConfig(max_new_tokens=limit, do_sample=False) for limit in (12, 20, 28, 36, 44, 60, 80, 80)]
     plain = answers(model, PROMPTS, ON_A_GPU, generation_config=options)
@@ -247,7 +247,7 @@ def test_lists_made_anew_in_a_room(how: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_batches_in_a_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what is built of the same step without what is known of the room."""
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     compared, own = [0], RoomBatches.batch
 
     def batch(self: RoomBatches, step: Step) -> ModelBatch:
@@ -274,7 +274,7 @@ def test_batches_in_a_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("pages", [12, 1000])
 def test_prompts_that_come_between(scheduler: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where most steps have no guess: they run in the same room, until a prompt is to be run."""
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     dice, own, chunks = random.Random(3), DraftsAhead.added, [0, 0]
 
     def added(self: DraftsAhead, step: Step) -> Step:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_calls import failing
-from support_device_loop import run_over_twins
+from support_device_loop import run_over_references
 from support_families import build
 from support_live_tensors import Storages
 from support_untouched import FAMILY, fingerprint
@@ -208,7 +208,7 @@ def test_which_errors_are_a_devices() -> None:
 
 def test_an_error_of_the_device_names_what_was_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """And cleaning up, which fails as well, does not hide it."""
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     failing(monkeypatch, ModelRunner, "rows", {4}, RuntimeError(LOST))
     generator = BatchGenerator(build("llama"), steps_per_sync=4)
     with monkeypatch.context() as patch:

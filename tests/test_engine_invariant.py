@@ -1,6 +1,6 @@
 """invariant=True: before the same bits are promised it is tried whether steps give them; and how a GPU's loop does.
 
-That loop, with decode rows at fixed addresses, runs over the twins of the kernels.
+That loop, with decode rows at fixed addresses, runs over the references of the kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support_calls import answers, failing, noted
-from support_device_loop import run_over_twins
+from support_device_loop import run_over_references
 from support_families import build
 from support_fuzz_calls import multiply_in_blocks
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -156,7 +156,7 @@ def test_heads_of_ten_channels(dtype: torch.dtype, seed: int) -> None:
 
 def on_a_gpu(patch: pytest.MonkeyPatch, in_blocks: bool = False) -> None:
     """And no model is tried. ``in_blocks``: products give a row the same bits at every place."""
-    run_over_twins(patch)
+    run_over_references(patch)
     if in_blocks:
         multiply_in_blocks(patch)
     patch.setattr("hf_batchllm.engine.look.refuse_by_trial", lambda *_: None)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from support_attention_twins import TWINS
+from support_attention_references import REFERENCES
 from support_calls import failing
 from support_cases import up_to
 from support_families import build
 from support_interrupts import Stop
 from support_kernels import plain
-from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, over_twins, run, tight
+from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, over_references, run, tight
 from support_memory_device import device as device  # a fixture
 from support_memory_device import rehearsed as rehearsed  # a fixture
 from support_memory_device import steps as steps  # a fixture
@@ -64,7 +64,7 @@ def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: p
     """Partial results of attention in each graph's rows, the graph's own memory, scores on their way to a token."""
     monkeypatch.setattr(f"{REHEARSAL}._PARTS", PARTS)
     generator = BatchGenerator(build(FAMILY))
-    backend = TritonBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
+    backend = TritonBackend(REFERENCES, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
     runner = ModelRunner(generator.model, generator.architecture, backend)
     monkeypatch.setattr(f"{REHEARSAL}._rehearsed", lambda runner, storage, step, memory: 1000 * step.tokens)
 
@@ -254,9 +254,9 @@ def test_models_that_would_notice_are_not_rehearsed(kind: str, device: Device, s
 def test_layers_in_plain_torch_are_not_reckoned_with(
     device: Device, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "too odd"}))
+    odd = AttentionKernels(**(vars(REFERENCES) | {"unsupported": lambda *shape: "too odd"}))
     prompts, model = tight(device, mixed_prompts(6), 0.8), build(FAMILY)
-    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_twins(odd))
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_references(odd))
     generator = BatchGenerator(model, page_size=PAGE)
     rehearsed = []
     for _ in range(2):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_calls import answers, failing
 from support_cases import up_to
-from support_device_loop import DEVICES, model_on, run_over_twins
+from support_device_loop import DEVICES, model_on, run_over_references
 from support_families import build
 
 from hf_batchllm import BatchGenerator
@@ -177,7 +177,7 @@ class Stateful:
 @pytest.mark.parametrize("loop", ["one by one", *DEVICES])
 def test_processors_that_may_keep_state_are_not_called_twice(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if loop == "cpu":
-        run_over_twins(monkeypatch)
+        run_over_references(monkeypatch)
     model, processor = model_on("cuda" if loop == "cuda" else "cpu", FAMILY), Stateful(9)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         answers(model, PROMPTS, max_new_tokens=5, logits_processor=[processor])
@@ -213,7 +213,7 @@ RUNS_AHEAD = {
 @pytest.mark.filterwarnings(NOTICE)
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_launched_ahead_are_taken_back(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     fields: dict[str, Any] = {"steps_per_sync": 4, "page_size": 4, "max_batch_tokens": 12}
     expected = answers(FAMILY, PROMPTS, fields, **RUNS_AHEAD).token_ids
     assert len({len(row) for row in expected}) > 1

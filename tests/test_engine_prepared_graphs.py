@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from support_calls import answers, failing, noted
-from support_device_loop import DEVICES, model_on, run_over_twins
+from support_device_loop import DEVICES, model_on, run_over_references
 from support_kernels import plain
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LogitsProcessor
@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {"steps_per_sync": 4, "page_size": 16, "share_prefixes"
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of graphs, in the order in which they were made."""
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: True)
     return noted(monkeypatch, DecodeGraphs, "_make", lambda self, kind: kind.rows)
 
@@ -311,7 +311,7 @@ def test_graphs_are_captured_while_the_device_is_at_work(
 ) -> None:
     """Then no decode step runs without one: the tokens are the same, and all but the steps with prompts are replays."""
     if device == "cpu":
-        run_over_twins(monkeypatch)
+        run_over_references(monkeypatch)
     monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: True)
     model = model_on(device, family)
     shared = list(range(3, 30))

@@ -2,7 +2,7 @@
 
 And in bad weather: rows that end at any step, one that outlives all others, memory for a twentieth of the list, streams
 and calls that are left while steps are on their way. Of settings every combination is run on a GPU, on a CPU (over the
-kernels' twins) a part in which each pair meets.
+kernels' references) a part in which each pair meets.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_what_does_not_fit_into_the_cache_is_said_of_contexts() -> None:
 @plain
 @pytest.mark.filterwarnings("ignore:steps of this call")
 @pytest.mark.parametrize("part", [2.0, 0.4])
-def test_over_the_kernels_twins_with_little_memory(part: float, device: Device, rehearsed: list[int]) -> None:
+def test_over_the_kernels_references_with_little_memory(part: float, device: Device, rehearsed: list[int]) -> None:
     """On a GPU the largest step is run beforehand where memory may be short."""
     tight(device, CONTEXTS, part, build("llama"))
     with BatchGenerator(build("llama"), page_size=4, min_shared_tokens=1, max_batch_tokens=64) as generator:

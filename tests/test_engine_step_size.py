@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_attention_twins import TWINS
+from support_attention_references import REFERENCES
 from support_calls import answers, noted
 from support_families import build
 from support_kernels import plain
@@ -39,7 +39,7 @@ def ran(
 ) -> tuple[list[LargestStep], int]:
     """The steps that are run for this one, whose hidden states would show it with 4,096 tokens; and what is found."""
     generator = BatchGenerator(model)
-    backend = TritonBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
+    backend = TritonBackend(REFERENCES, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
     runner = ModelRunner(model, generator.architecture, backend)
     steps: list[LargestStep] = []
 

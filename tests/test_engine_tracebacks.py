@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support_calls import failing
-from support_device_loop import run_over_twins
+from support_device_loop import run_over_references
 from support_families import build
 from support_live_tensors import Storages
 from support_untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
@@ -30,7 +30,7 @@ def make(**fields: Any) -> BatchGenerator:
 @pytest.fixture(params=["torch", "kernels"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
-        run_over_twins(monkeypatch)
+        run_over_references(monkeypatch)
     return request.param
 
 
@@ -127,7 +127,7 @@ def merged(model: Any) -> list[Any]:
 def test_merged_weights_are_taken_apart_whatever_keeps_the_exception(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     model, calls = build("llama"), [0]
 
     def fails(*_: Any) -> None:
@@ -154,7 +154,7 @@ def test_merged_weights_are_taken_apart_whatever_keeps_the_exception(
 def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
     way: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
     model = build("llama")
     generator = BatchGenerator(model, max_batch_tokens=24, page_size=8)
     fail_after(monkeypatch, place, 7, RuntimeError)

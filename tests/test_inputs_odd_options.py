@@ -427,10 +427,10 @@ def test_a_model_that_moves_away_between_two_calls() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_errors_travel_from_process_to_process(error: Any) -> None:
-    for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
-        assert type(twin) is type(error)
-        assert str(twin) == str(error)
-        assert vars(twin) == vars(error)
+    for reference in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(reference) is type(error)
+        assert str(reference) == str(error)
+        assert vars(reference) == vars(error)
 
 
 def test_many_bad_prompts_make_a_short_message() -> None:

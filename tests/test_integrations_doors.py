@@ -176,13 +176,13 @@ def test_copies_made_within_the_block_are_on_their_own(door: Door, owner: Any, d
         door.call(owner)
         inner = duplicate(owner)
         with accelerated(owner):
-            twins = inner, duplicate(owner)
-    for twin in twins:
-        assert all(getattr(twin, name).__self__ is twin for name in door.methods)
-        assert expected_of(door, twin) == expected
-        with accelerated_throughout(twin):
-            assert door.call(twin) == expected
-        assert expected_of(door, copy.deepcopy(twin)) == expected
+            copies = inner, duplicate(owner)
+    for another in copies:
+        assert all(getattr(another, name).__self__ is another for name in door.methods)
+        assert expected_of(door, another) == expected
+        with accelerated_throughout(another):
+            assert door.call(another) == expected
+        assert expected_of(door, copy.deepcopy(another)) == expected
 
 
 @each_door

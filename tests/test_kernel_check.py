@@ -188,7 +188,7 @@ def test_float32_is_held_against_float64(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @plain
 def test_a_shape_that_fails_falls_back_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from support_attention_twins import TWINS
+    from support_attention_references import REFERENCES
 
     tried: list[Shape] = []
 
@@ -197,7 +197,7 @@ def test_a_shape_that_fails_falls_back_by_layer(monkeypatch: pytest.MonkeyPatch)
         return f"decode, {shape}: OutOfResources: shared memory" if shape.window is None else None
 
     def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> Any:
-        return triton_attention.TritonBackend(TWINS, storage, device, notices, tries_shapes=True)
+        return triton_attention.TritonBackend(REFERENCES, storage, device, notices, tries_shapes=True)
 
     monkeypatch.setattr(triton_attention, "_tried", cache(failing))
     monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", make_backend)

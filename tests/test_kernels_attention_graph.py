@@ -1,7 +1,7 @@
 """One decode step, captured once, serves every mix of prefixes: what to do is read from lists that are filled again.
 
 Ten mixes go through the same buffers one after the other, and each grows while its lists stay. On a GPU that is one
-CUDA graph; without one, the twins over the same lists, and a few mixes under Triton's interpreter.
+CUDA graph; without one, the references over the same lists, and a few mixes under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ PLAIN = [
 
 @plain
 @pytest.mark.parametrize("variant", PLAIN, ids=str)
-def test_twins(variant: Variant) -> None:
+def test_references(variant: Variant) -> None:
     step = Step(decode_torch, variant, rows=20, pages=400, device="cpu")
     for case in mixes(variant, rows=17, most=60):
         step.check(case, step)

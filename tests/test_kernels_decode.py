@@ -1,4 +1,4 @@
-"""The Triton kernels for decode over shared prefixes against their twins, and all of them against a plain reference."""
+"""The Triton kernels for decode over shared prefixes against their references, and all against plain attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_batchllm.kernels.triton import decode_triton as ct
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-# -- the twins, and with them the lists --------------------------------------------------------------------------
+# -- the references, and with them the lists --------------------------------------------------------------------------
 
 PLAIN = [
     Variant(4, 2, 16, 16, 16, F64), Variant(6, 2, 24, 8, 16, F64, window=20), Variant(3, 3, 8, 8, 16, F32, softcap=2.0),
@@ -40,7 +40,7 @@ def plain_case(case: int) -> DecodeCase:
 @pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("case", range(PLAIN_CASES))
-def test_twins(case: int) -> None:
+def test_references(case: int) -> None:
     check_decode(decode_torch, plain_case(case), "cpu")
 
 
@@ -171,7 +171,7 @@ def test_native_suffixes(case: int) -> None:
 @plain
 @pytest.mark.parametrize("which", ["plain", "native"])
 def test_everything_occurs_often(which: str) -> None:
-    """Nothing is run here: what the cases are, of the twins' test and of the kernels' native one."""
+    """Nothing is run here: what the cases are, of the references' test and of the kernels' native one."""
     kinds: Counter[str] = Counter()
     cases = [plain_case(case) for case in range(PLAIN_CASES)]
     if which == "native":

@@ -1,4 +1,4 @@
-"""The digest kernel gives the number of its twin."""
+"""The digest kernel gives the number of its reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_batchllm.kernels.reference import digest_torch
 
 @kernel
 @pytest.mark.parametrize("size", [1, 4, 7, 4096, 4 * 2048 * 16 + 3, 300_001])
-def test_the_kernel_gives_the_number_of_its_twin(size: int) -> None:
+def test_the_kernel_gives_the_number_of_its_reference(size: int) -> None:
     from hf_batchllm.kernels.triton import digest_triton
 
     flat = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)

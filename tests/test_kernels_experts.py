@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts against their plain twins, and the twins against transformers' own code."""
+"""The kernels of mixtures of experts against their references, and the references against transformers' own code."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_products_of_each_size_of_tile(rows: int) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize(("folder", "name"), [("qwen3_moe", "Qwen3MoeExperts"), ("gpt_oss", "GptOssExperts")])
-def test_the_twins_against_transformers(folder: str, name: str, implementation: str, dtype: torch.dtype) -> None:
+def test_the_references_against_transformers(folder: str, name: str, implementation: str, dtype: torch.dtype) -> None:
     config = AutoConfig.for_model(
         folder, hidden_size=48, intermediate_size=32, moe_intermediate_size=32, num_experts=5, num_local_experts=5
     )

@@ -64,7 +64,7 @@ PLAIN = [
 @pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("seed", range(28))
-def test_twins(seed: int) -> None:
+def test_references(seed: int) -> None:
     check(fixed_attention_torch, fixed_case(seed, PLAIN[seed % len(PLAIN)], runs=8, most=400), "cpu")
 
 

@@ -1,4 +1,4 @@
-"""The kernels of ``gated_ops_triton`` against their twins; the twins are held against transformers elsewhere."""
+"""The kernels of ``gated_ops_triton`` against their references, which are held against transformers elsewhere."""
 
 from __future__ import annotations
 

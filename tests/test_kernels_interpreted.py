@@ -1,4 +1,4 @@
-"""Without a GPU every kernel is held against its twin under Triton's interpreter, in processes of their own.
+"""Without a GPU every kernel is held against its reference under Triton's interpreter, in processes of their own.
 
 Two processes, so that two workers of pytest-xdist have one each.
 """

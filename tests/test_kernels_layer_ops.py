@@ -1,4 +1,4 @@
-"""The kernels of ``layer_ops_triton`` against their plain twins, and the twins against transformers' modules."""
+"""The kernels of ``layer_ops_triton`` against their references, and these against transformers' modules."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, exact: bool = False) -> N
     assert (error > 0).sum() <= 3 + share * error.numel(), f"{int((error > 0).sum())} of {error.numel()} differ"
 
 
-def compare(function: Callable[..., Any], twin: Callable[..., Any], given: dict[str, Any], exact: bool = False) -> None:
+def compare(
+    function: Callable[..., Any], reference: Callable[..., Any], given: dict[str, Any], exact: bool = False
+) -> None:
     """All that both return or write to must agree; where neither writes, what was there stays."""
     ours, theirs = copies(given, DEVICE), copies(given, "cpu")
-    made, wanted = function(**ours), twin(**theirs)
+    made, wanted = function(**ours), reference(**theirs)
     if wanted is not None:
         assert_near(made, wanted, exact)
     for name, want in theirs.items():
@@ -54,11 +56,11 @@ def check_rope(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int)
     def ours(merged: torch.Tensor, **rest: Any) -> None:
         layer_ops_triton.rope_and_write(*parts(merged, shape), **rest)
 
-    def twin(merged: torch.Tensor, **rest: Any) -> None:
+    def reference(merged: torch.Tensor, **rest: Any) -> None:
         layer_ops_torch.rope_and_write(*parts(merged, shape), **rest)
 
     # Products and sums alone are rounded one by one in every dtype; a norm's sum has an order of its own.
-    compare(ours, twin, given, exact="q_weight" not in given)
+    compare(ours, reference, given, exact="q_weight" not in given)
 
 
 @pytest.mark.some_cases("shape")
@@ -118,7 +120,7 @@ def norm_of(family: str, size: int, rng: np.random.Generator, dtype: torch.dtype
 @plain
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", MODULES)
-def test_the_norms_twin_is_the_module_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+def test_the_norms_reference_is_the_module_bit_for_bit(family: str, dtype: torch.dtype) -> None:
     rng, form = np.random.default_rng(1), MODULES[family][1]
     module, inner = norm_of(family, 96, rng, dtype), norm_of(family, 96, rng, dtype)
     x, residual, first = (draw(rng, 7, 96, dtype=dtype) for _ in range(3))
@@ -137,7 +139,7 @@ ROTATIONS = ["llama", "qwen3", "gemma3", "phi3", "olmo2", "cohere2", "gpt_oss", 
 
 @plain
 @pytest.mark.parametrize("family", ROTATIONS)
-def test_the_rotations_twin_is_the_attention_modules_bit_for_bit(family: str) -> None:
+def test_the_rotations_reference_is_the_attention_modules_bit_for_bit(family: str) -> None:
     turn = {"cohere2": "cohere", "gpt_oss": "gpt_oss", "glm4": "glm", "ernie4_5": "ernie"}.get(family, "llama")
     shape = (4, 2, 32, 32, 20 if family in ("phi3", "glm4") else 32, "", turn, family == "olmo2")
     rng, given = np.random.default_rng(0), rope_case(3, shape, torch.bfloat16, most=20)
@@ -207,7 +209,7 @@ def test_act_and_mul_native(case: int) -> None:
 
 @plain
 @pytest.mark.parametrize(("name", "activation"), [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh")])
-def test_the_activations_twin_is_the_module_bit_for_bit(name: str, activation: str) -> None:
+def test_the_activations_reference_is_the_module_bit_for_bit(name: str, activation: str) -> None:
     from transformers.activations import ACT2FN
 
     rng = np.random.default_rng(2)

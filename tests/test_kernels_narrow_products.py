@@ -24,7 +24,7 @@ def in_a_step() -> bool:
 @kernel
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, *([torch.bfloat16] if GPU else [])], ids=str)
 @pytest.mark.parametrize(("columns", "depth"), [(1, 5), (8, 256), (64, 64), (101, 75), (130, 33)])
-def test_beside_the_twin(columns: int, depth: int, dtype: torch.dtype) -> None:
+def test_beside_the_reference(columns: int, depth: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(columns)
     weight, bias = draw(rng, columns, depth, dtype=dtype).to(DEVICE), draw(rng, columns, dtype=dtype).to(DEVICE)
     x = draw(rng, 300, depth, dtype=dtype).to(DEVICE)

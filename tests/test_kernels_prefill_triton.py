@@ -1,4 +1,4 @@
-"""The Triton kernel for prefill against its twin, and both against a plain reference."""
+"""The Triton kernel for prefill against its reference, and both against a plain reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_batchllm.kernels.triton import prefill_triton as pt
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-# -- the twin, and with it the lists -----------------------------------------------------------------------------
+# -- the reference, and with it the lists -----------------------------------------------------------------------------
 
 PLAIN = [
     Variant(4, 2, 16, 16, 16, F64), Variant(6, 2, 24, 8, 16, F64, window=20), Variant(3, 3, 8, 8, 16, F32, softcap=2.0),
@@ -38,7 +38,7 @@ def plain_case(case: int) -> PrefillCase:
 @pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("case", range(PLAIN_CASES))
-def test_twin(case: int) -> None:
+def test_reference(case: int) -> None:
     made = plain_case(case)
     check_prefill(prefill_torch, made, max([16, 64, 128][case % 3], made.variant.group), "cpu")
 
@@ -46,7 +46,7 @@ def test_twin(case: int) -> None:
 @pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("case", range(60))
-def test_twin_where_rows_see_further(case: int) -> None:
+def test_reference_where_rows_see_further(case: int) -> None:
     made = prefill_case(case, PLAIN[case % 10], chunks=5, most=[10, 60, 100][case % 3], two_way=True)
     check_prefill(prefill_torch, made, max([16, 64, 128][case % 3], made.variant.group), "cpu")
 
@@ -210,7 +210,7 @@ def test_each_device_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 @plain
 @pytest.mark.parametrize("which", ["plain", "native"])
 def test_everything_occurs_often(which: str) -> None:
-    """Nothing is run here: what the cases are, of the twin's test and of the kernel's native one."""
+    """Nothing is run here: what the cases are, of the reference's test and of the kernel's native one."""
     kinds: Counter[str] = Counter()
     for case in range(NATIVE_CASES if which == "native" else PLAIN_CASES):
         made = native_case(case) if which == "native" else plain_case(case)

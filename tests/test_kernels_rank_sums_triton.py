@@ -85,7 +85,7 @@ class Ranks:
 @kernel
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_sums_are_those_of_the_twin(count: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_sums_are_those_of_the_reference(count: int, dtype: torch.dtype, tmp_path: Path) -> None:
     ranks = Ranks(count, dtype)
     torch.manual_seed(1)
     drawn = [torch.randn(count, SIZES[turn % len(SIZES)], device=DEVICE).to(dtype) for turn in range(SUMS)]

@@ -72,7 +72,7 @@ def check_picking(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> 
     narrow = {name: each if name == "seed" else each.to(torch.int32) for name, each in given.items()}
     found = {}
     for name, cut, draw, device in (
-        ("twins", top_k_top_p_torch, sample_torch, "cpu"),
+        ("references", top_k_top_p_torch, sample_torch, "cpu"),
         ("kernels", top_k_top_p_triton, sample_triton, DEVICE),
     ):
         mine, by_row = logits.to(device), of_rows(recipes, which, vocabulary, device)
@@ -87,7 +87,7 @@ def check_picking(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> 
             keys_of = {each: value if each == "seed" else value[own] for each, value in copies(given, device).items()}
             assert picked[own].tolist() == drawn_alone(draw, mine[own], recipe, alone, **keys_of).tolist(), recipe
         found[name] = edge.cpu(), picked.cpu()
-    (theirs, want), (ours, got) = found["twins"], found["kernels"]
+    (theirs, want), (ours, got) = found["references"], found["kernels"]
     for row in range(rows):
         recipe = recipes[int(which[row])]
         if ours[row] != theirs[row]:

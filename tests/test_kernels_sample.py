@@ -1,4 +1,4 @@
-"""The kernels of ``sample_triton`` against their plain twins, and the twins against what they are to do."""
+"""The kernels of ``sample_triton`` against their plain references, and the references against what they are to do."""
 
 from __future__ import annotations
 

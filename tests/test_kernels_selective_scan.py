@@ -1,4 +1,4 @@
-"""Mamba-1's selective scan: the kernel beside its plain twin, and the twin beside transformers' code."""
+"""Mamba-1's selective scan: the kernel beside its plain reference, and the reference beside transformers' code."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def drawn(seed: int, tokens: int, dtype: torch.dtype, state_dim: int = 16) -> di
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_kernels(case: str, dtype: torch.dtype) -> None:
-    twin, part = selective_scan, 4 * TOLERANCE[dtype]
+    reference, part = selective_scan, 4 * TOLERANCE[dtype]
     given = drawn(1, tokens_of(case), dtype)
-    compare(selective_scan_triton.selective_scan, twin, given, case, part)
+    compare(selective_scan_triton.selective_scan, reference, given, case, part)
     bare = drawn(2, tokens_of(case), dtype, 5) | {"d": None, "z": None, "dt_bias": None}
     bare["dt"] = bare["dt"].abs() * 0.1
-    compare(selective_scan_triton.selective_scan, twin, bare, case, part, softplus=False)
+    compare(selective_scan_triton.selective_scan, reference, bare, case, part, softplus=False)
 
 
 @plain
 @pytest.mark.parametrize("case", CASES)
-def test_the_twin(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective_scan_torch, "_VALUES_AT_ONCE", 4 * CHANNELS * 16)  # four tokens of a span at a time
     given = drawn(3, tokens_of(case), FLOAT32)
     before = given["states"].clone()

@@ -1,4 +1,4 @@
-"""Kernels that carry a state from token to token beside their plain twins, and the twins beside transformers' code."""
+"""Kernels that carry a state from token to token beside their references, and these beside transformers' code."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, part: float) -> None:
     assert (ours - theirs).abs().max() <= part * max(1.0, float(theirs.abs().max()))
 
 
-def compare(kernel_of: Any, twin_of: Any, given: dict[str, Any], case: str, part: float, **options: Any) -> None:
+def compare(kernel_of: Any, reference_of: Any, given: dict[str, Any], case: str, part: float, **options: Any) -> None:
     on_device = {name: None if each is None else each.to(DEVICE, copy=True) for name, each in given.items()}
     theirs = copy.deepcopy(given)
     made = kernel_of(**on_device, spans=spans_of(case, DEVICE), **options)
-    want = twin_of(**theirs, spans=spans_of(case), **options)
+    want = reference_of(**theirs, spans=spans_of(case), **options)
     assert_near(made, want, part)
     assert_near(on_device["states"], theirs["states"], part)
     kept = [slot for slot in range(SLOTS) if slot not in spans_of(case).target.tolist()]
@@ -127,8 +127,8 @@ def test_delta_rules(case: str, dtype: torch.dtype, by_key: bool, normalise: boo
     given = delta_rule(np.random.default_rng(2), tokens_of(case), dtype, by_key)
     if not normalise:  # keys of length 1 at most, without which a state grows without end
         given["k"] = torch.nn.functional.normalize(given["k"].float(), dim=-1).to(dtype)
-    rule, twin = delta_rule_triton.delta_rule, delta_rule_torch.delta_rule
-    compare(rule, twin, given, case, 4 * TOLERANCE[dtype], normalise=normalise)
+    rule, reference = delta_rule_triton.delta_rule, delta_rule_torch.delta_rule
+    compare(rule, reference, given, case, 4 * TOLERANCE[dtype], normalise=normalise)
 
 
 @pytest.mark.some_cases
@@ -138,8 +138,8 @@ def test_delta_rules_over_long_spans(dtype: torch.dtype, size: int, monkeypatch:
     monkeypatch.setattr(delta_rule_chunks_triton, "_SIZE", size)
     given = delta_rule(np.random.default_rng(9), sum(LONG[0]), dtype)
     given["decay"] *= 0.1  # what a chunk has taught is not forgotten in the next one
-    rule, twin = delta_rule_triton.delta_rule, delta_rule_torch.delta_rule
-    compare(rule, twin, given, "long", 4 * TOLERANCE[dtype], normalise=True)
+    rule, reference = delta_rule_triton.delta_rule, delta_rule_torch.delta_rule
+    compare(rule, reference, given, "long", 4 * TOLERANCE[dtype], normalise=True)
 
 
 @pytest.mark.some_cases
@@ -151,12 +151,12 @@ def test_a_delta_rule_over_equal_keys(dtype: torch.dtype, size: int, monkeypatch
     given = delta_rule(np.random.default_rng(8), 90, dtype)
     given["k"] = given["k"][:1].repeat(90, 1, 1)
     given["beta"], given["decay"] = torch.ones(90, 4, dtype=dtype), torch.zeros(90, 4)
-    twin, made = copy.deepcopy(given), {name: each.to(DEVICE, copy=True) for name, each in given.items()}
-    want = delta_rule_torch.delta_rule(**twin, spans=Spans.of([83, 7], [0, 1], [0, 1]), normalise=True)
+    reference, made = copy.deepcopy(given), {name: each.to(DEVICE, copy=True) for name, each in given.items()}
+    want = delta_rule_torch.delta_rule(**reference, spans=Spans.of([83, 7], [0, 1], [0, 1]), normalise=True)
     ours = delta_rule_triton.delta_rule(**made, spans=Spans.of([83, 7], [0, 1], [0, 1], DEVICE), normalise=True)
     part = 1e-5 if dtype == FLOAT32 else 4 * TOLERANCE[dtype]
     assert_near(ours, want, part)
-    assert_near(made["states"], twin["states"], part)
+    assert_near(made["states"], reference["states"], part)
 
 
 @plain
@@ -182,8 +182,8 @@ def test_divided_spans(lengths: list[int], rows: int) -> None:
 def test_state_spaces(case: str, dtype: torch.dtype, limit: tuple[float, float]) -> None:
     given = state_space(np.random.default_rng(3), tokens_of(case), dtype)
     for bare in ({}, {"d": None, "dt_bias": None}):
-        space, twin = state_space_triton.state_space, state_space_torch.state_space
-        compare(space, twin, given | bare, case, 4 * TOLERANCE[dtype], limit=limit)
+        space, reference = state_space_triton.state_space, state_space_torch.state_space
+        compare(space, reference, given | bare, case, 4 * TOLERANCE[dtype], limit=limit)
 
 
 @pytest.mark.some_cases
@@ -194,8 +194,8 @@ def test_state_spaces_over_long_spans(dtype: torch.dtype, size: int, monkeypatch
     monkeypatch.setattr(state_space_chunks_triton, "_LONG", 0)
     given = state_space(np.random.default_rng(10), sum(LONG[0]), dtype)
     given["a"] *= 0.1  # what a chunk has taught is not forgotten in the next one
-    space, twin = state_space_triton.state_space, state_space_torch.state_space
-    compare(space, twin, given, "long", 4 * TOLERANCE[dtype])
+    space, reference = state_space_triton.state_space, state_space_torch.state_space
+    compare(space, reference, given, "long", 4 * TOLERANCE[dtype])
 
 
 @pytest.mark.some_cases
@@ -244,7 +244,7 @@ def test_state_spaces_that_forget(dtype: torch.dtype, rate: float, step: float) 
     assert_near(ours["states"], theirs["states"], part)
 
 
-# -- twins beside transformers' own code, span by span -------------------------------------------------------------
+# -- references beside transformers' own code, span by span ----------------------------------------------------------
 
 
 def each_span(case: str) -> list[tuple[slice, int, int]]:
@@ -255,7 +255,7 @@ def each_span(case: str) -> list[tuple[slice, int, int]]:
 
 @plain
 @pytest.mark.parametrize("case", CASES)
-def test_the_twin_of_convolutions(case: str) -> None:
+def test_the_reference_of_convolutions(case: str) -> None:
     given = convolution(np.random.default_rng(4), tokens_of(case), FLOAT32)
     before = given["states"].clone()
     made = convolution_torch.short_convolution(**given, spans=spans_of(case), activation="silu")
@@ -271,7 +271,7 @@ def test_the_twin_of_convolutions(case: str) -> None:
 @plain
 @pytest.mark.parametrize("by_key", [False, True], ids=["by head", "by key"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_twin_of_delta_rules(case: str, by_key: bool) -> None:
+def test_the_reference_of_delta_rules(case: str, by_key: bool) -> None:
     given = delta_rule(np.random.default_rng(5), tokens_of(case), FLOAT32, by_key)
     before, theirs = given["states"].clone(), kimi.chunk_kimi_delta_attention
     shared = given["v"].shape[1] // given["q"].shape[1]
@@ -293,7 +293,7 @@ def test_the_twin_of_delta_rules(case: str, by_key: bool) -> None:
 
 @plain
 @pytest.mark.parametrize("case", CASES)
-def test_the_twin_of_state_spaces(case: str) -> None:
+def test_the_reference_of_state_spaces(case: str) -> None:
     given = state_space(np.random.default_rng(6), tokens_of(case), FLOAT32)
     before = given["states"].clone()
     made = state_space_torch.state_space(**given, spans=spans_of(case))

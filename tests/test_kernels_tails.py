@@ -1,4 +1,4 @@
-"""Typical-p, epsilon and eta without sorting: against transformers' warpers, and kernels against their twin."""
+"""Typical-p, epsilon and eta without sorting: against transformers' warpers, and kernels against their reference."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def left_by(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_the_twin_is_as_transformers(recipe: dict[str, Any], kind: str, temperature: float) -> None:
+def test_the_reference_is_as_transformers(recipe: dict[str, Any], kind: str, temperature: float) -> None:
     for seed, vocabulary in enumerate([5, 97, 800]):
         scores = rows_of(kind, 6, vocabulary, seed)
         wanted = scores.double() / temperature

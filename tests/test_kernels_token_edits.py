@@ -1,4 +1,4 @@
-"""The kernels that change single logits, against their twins: random lists, random rows, rows of several kinds."""
+"""The kernels that change single logits, against their references: random lists, random rows, rows of several kinds."""
 
 from __future__ import annotations
 

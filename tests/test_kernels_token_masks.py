@@ -1,4 +1,4 @@
-"""The kernel of ``token_masks_triton`` against its plain twin, and the twin against what it is to do."""
+"""The kernel of ``token_masks_triton`` against its plain reference, and the reference against what it is to do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_masks_native(case: int) -> None:
 
 
 @plain
-def test_the_twin_allows_what_has_a_bit() -> None:
+def test_the_reference_allows_what_has_a_bit() -> None:
     rng = np.random.default_rng(1)
     allowed = rng.random((4, 77)) < 0.4
     bits = np.zeros((4, 3), dtype=np.uint32)

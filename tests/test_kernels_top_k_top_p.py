@@ -1,4 +1,4 @@
-"""The kernels of ``top_k_top_p_triton`` against their plain twins, and the twins against transformers' processors."""
+"""The kernels of ``top_k_top_p_triton`` against their references, and these against transformers' processors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
 
 
-# -- cutoffs: the twin against transformers --------------------------------------------------------------------
+# -- cutoffs: the reference against transformers --------------------------------------------------------------------
 
 OPTIONS: list[dict[str, Any]] = [
     {"top_k": 1},
@@ -119,7 +119,7 @@ def test_rows_without_a_distribution_are_left_to_the_draw() -> None:
             assert edge[4] > -INF and edge[3] <= rows[3, 0]
 
 
-# -- cutoffs: the kernel against the twin ----------------------------------------------------------------------
+# -- cutoffs: the kernel against the reference ----------------------------------------------------------------------
 
 VOCABULARIES = [1, 37, 64, 1500, 4096, 5003]
 

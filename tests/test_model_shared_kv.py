@@ -11,8 +11,8 @@ import torch
 from support_adapters import EVERY, MODELS, assert_adapters_matter, assert_each, lora, thrice, wrapped
 from support_adapters import generate as generate_adapted
 from support_adapters import prompts as adapter_prompts
-from support_attention_twins import TWINS
-from support_attention_twins import twins as twins  # a fixture
+from support_attention_references import REFERENCES
+from support_attention_references import references as references  # a fixture
 from support_beam_cases import random_case
 from support_beam_cases import run as run_beams
 from support_device_loop import assert_best, model_on
@@ -47,7 +47,7 @@ def test_preemption_small_steps_and_kept_prefixes(
     family: str, over: str, watched: list[Any], request: pytest.FixtureRequest
 ) -> None:
     if over == "kernels":
-        request.getfixturevalue("twins")
+        request.getfixturevalue("references")
     prompts = random_prompts(random.Random(2), 97, "nested", 5)
     memory = pages_of_memory(build(family), 12, 8)
     small: dict[str, Any] = {"kv_memory": memory, "page_size": 8, "min_shared_tokens": 1, "max_batch_tokens": 19}
@@ -102,9 +102,9 @@ def test_what_is_shared_is_stored_and_written_once(
 
         def counted(*args: Any, **options: Any) -> None:
             writes[args[5].data_ptr()] += 1
-            TWINS.write(*args, **options)
+            REFERENCES.write(*args, **options)
 
-        request.getfixturevalue("twins")["kernels"] = AttentionKernels(**(vars(TWINS) | {"write": counted}))
+        request.getfixturevalue("references")["kernels"] = AttentionKernels(**(vars(REFERENCES) | {"write": counted}))
     else:
         write_kv = torch_attention.write_kv
 

@@ -1,4 +1,4 @@
-"""The engine over the kernels' work lists: the same tokens, with the kernels' twins and under the interpreter."""
+"""The engine over the kernels' work lists: the same tokens, with the kernels' references and under the interpreter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support_attention_twins import TWINS
-from support_attention_twins import twins as twins  # a fixture
+from support_attention_references import REFERENCES
+from support_attention_references import references as references  # a fixture
 from support_families import build, family_params, random_prompts
 from support_kernels import INTERPRETED
 from support_parity import KINDS_OF_ATTENTION, assert_parity, each_config_with_some, mixed_prompts, pages_of_memory
@@ -52,30 +52,30 @@ def generate(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
-class TestWithTwins:
+class TestWithReferences:
     @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(SHAPES_OF_ATTENTION))
     def test_every_shape_of_attention_gives_the_tokens_of_generate(
-        self, family: str, watched: list[Any], twins: dict[str, Any]
+        self, family: str, watched: list[Any], references: dict[str, Any]
     ) -> None:
         prompts = mixed_prompts(3)
         result = generate(family, prompts, page_size=16, min_shared_tokens=1)
         assert_parity(family, prompts, result, NEW_TOKENS)
-        items = [work.items[tile] for work in twins["lists"] for tile in work.items]
+        items = [work.items[tile] for work in references["lists"] for tile in work.items]
         assert any((some[:, 1] > 1).any() for some in items), "no prefix was read together"
         assert all(cache.free_pages == cache.num_pages for cache in watched)
 
     @pytest.mark.some_cases
     @pytest.mark.parametrize(("family", "gates_and_config"), each_config_with_some(GATES_AND_CONFIGS, 1))
     def test_gates_budgets_and_page_sizes_change_nothing(
-        self, family: str, gates_and_config: Any, watched: list[Any], twins: dict[str, Any]
+        self, family: str, gates_and_config: Any, watched: list[Any], references: dict[str, Any]
     ) -> None:
-        twins["gates"], config = gates_and_config
+        references["gates"], config = gates_and_config
         prompts = mixed_prompts(2)
         assert_parity(family, prompts, generate(family, prompts, **config), NEW_TOKENS)
 
     @pytest.mark.parametrize("family", family_params(["gpt_oss"]))
-    def test_preemption_changes_nothing(self, family: str, watched: list[Any], twins: dict[str, Any]) -> None:
+    def test_preemption_changes_nothing(self, family: str, watched: list[Any], references: dict[str, Any]) -> None:
         rng = random.Random(2)
         prompts = [prompt for kind in ("nested", "distinct") for prompt in random_prompts(rng, 97, kind, 8)]
         memory = pages_of_memory(build(family), 20, 8)
@@ -84,24 +84,24 @@ class TestWithTwins:
         assert result.report.preemptions > 0
         assert_parity(family, prompts, result, 40)
 
-    def test_kept_prefixes_are_read_by_later_calls(self, watched: list[Any], twins: dict[str, Any]) -> None:
+    def test_kept_prefixes_are_read_by_later_calls(self, watched: list[Any], references: dict[str, Any]) -> None:
         prompts = random_prompts(random.Random(4), 97, "prefix", 6)
         with BatchGenerator(build("llama"), keep_prefixes=4, page_size=16, min_shared_tokens=1) as generator:
             for _ in range(2):
                 result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
                 assert_parity("llama", prompts, result, NEW_TOKENS)
 
-    def test_a_layer_that_the_kernels_cannot_do_runs_in_torch_and_that_is_said(self, twins: dict[str, Any]) -> None:
+    def test_a_layer_that_the_kernels_cannot_do_runs_in_torch_and_says_so(self, references: dict[str, Any]) -> None:
         """Once, at the caller's line."""
-        twins["kernels"] = replace(TWINS, unsupported=lambda *shape: "heads of these dims are too odd")
+        references["kernels"] = replace(REFERENCES, unsupported=lambda *shape: "heads of these dims are too odd")
         prompts = mixed_prompts(2)
         with pytest.warns(UserWarning, match="LlamaAttention runs in plain PyTorch.*too odd") as warned:
             result = BatchGenerator(build("llama"), page_size=16).generate(prompts, max_new_tokens=NEW_TOKENS)
         assert [Path(each.filename).name for each in warned] == [Path(__file__).name]
         assert_parity("llama", prompts, result, NEW_TOKENS)
-        assert not twins["lists"]
+        assert not references["lists"]
 
-    def test_each_shape_is_asked_about(self, twins: dict[str, Any]) -> None:
+    def test_each_shape_is_asked_about(self, references: dict[str, Any]) -> None:
         """Layers of one model may have different heads: what is true of one says nothing of another."""
         asked: list[tuple[Any, ...]] = []
 
@@ -109,32 +109,32 @@ class TestWithTwins:
             asked.append(shape)
             return "odd" if len(asked) == 1 else None
 
-        twins["kernels"] = replace(TWINS, unsupported=unsupported)
+        references["kernels"] = replace(REFERENCES, unsupported=unsupported)
         prompts = mixed_prompts(1)
         with pytest.warns(UserWarning, match="odd"):
             result = generate("laguna", prompts, page_size=16)
         assert len(asked) == len(set(asked)) > 1
-        assert twins["lists"]
+        assert references["lists"]
         assert_parity("laguna", prompts, result, NEW_TOKENS)
 
     def test_short_chunks_are_run_beside_the_decode_rows(
-        self, monkeypatch: pytest.MonkeyPatch, twins: dict[str, Any]
+        self, monkeypatch: pytest.MonkeyPatch, references: dict[str, Any]
     ) -> None:
         """Suffixes of a few tokens behind one prefix: their rows read it together, and each sees only what it may."""
         rng = random.Random(3)
         prefix = [rng.randrange(3, 97) for _ in range(40)]
         prompts = [prefix + [rng.randrange(3, 97) for _ in range(size)] for size in (1, 2, 5, 16, 3, 30)]
         chunked: list[int] = []
-        attend_chunks = TWINS.attend_chunks
+        attend_chunks = REFERENCES.attend_chunks
 
         def noted_chunks(q: Any, k: Any, v: Any, out: Any, work: Any, *rest: Any, **options: Any) -> None:
             chunked.append(int(work.items[: int(work.count), 1].sum()))
             attend_chunks(q, k, v, out, work, *rest, **options)
 
-        twins["kernels"] = replace(TWINS, attend_chunks=noted_chunks)
+        references["kernels"] = replace(REFERENCES, attend_chunks=noted_chunks)
         result = generate("llama", prompts, page_size=16, min_shared_tokens=1)
         assert_parity("llama", prompts, result, NEW_TOKENS)
-        first = twins["lists"][0]
+        first = references["lists"][0]
         assert first.causal and first.rows == 27  # 1 + 2 + 5 + 16 + 3
         assert set(chunked) == {40 + 30}
         assert SHORT_CHUNK == 16

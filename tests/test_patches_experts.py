@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import family_params
-from support_fused import FAMILIES_OF_EXPERTS, TWINS, new_model
+from support_fused import FAMILIES_OF_EXPERTS, REFERENCES, new_model
 from support_kernels import INTERPRETED
 
 from hf_batchllm.patches.fusable_experts import mixtures
@@ -79,7 +79,7 @@ def choices(router: Any, known: Router, tokens: int, dtype: torch.dtype) -> tupl
     handed = Handed()
     with torch.no_grad():
         theirs = router(states, *given)
-        ours = router_forward(router, known, TWINS.experts, handed)(states, *given)
+        ours = router_forward(router, known, REFERENCES.experts, handed)(states, *given)
     first = not theirs[0].is_floating_point()
     assert len(theirs) == len(ours) and first != ours[0].is_floating_point()
     return (theirs[::-1], ours[::-1], handed) if first else (theirs, ours, handed)
@@ -135,7 +135,7 @@ def test_experts(family: str) -> None:
     assert found and all(each.why_not is None for each in found)
     assert all(bool(each.routers) == (family not in WITHOUT_A_ROW) for each in found)
     experts = found[0].module
-    ours = experts_forward(found[0], TWINS.experts, Handed())
+    ours = experts_forward(found[0], REFERENCES.experts, Handed())
     count, width = len(experts.gate_up_proj), experts.gate_up_proj.shape[1 if experts.is_transposed else 2]
     torch.manual_seed(5)
     for tokens, spread in ((1, 1.0), (23, 1.0), (23, 0.0)):

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support_attention_twins import twins as twins
+from support_attention_references import references as references
 from support_cases import up_to
 from support_families import CARRYING, build, family_params, reference_generate
 from support_fused import (
     FAMILIES_OF_EXPERTS,
     FORWARDS,
     FUSED_FAMILIES,
-    TWINS,
+    REFERENCES,
     WITH_EXPERTS,
     WITH_GATED_NORMS,
     Fusing,
@@ -70,11 +70,11 @@ class TestEveryFamily:
 
     @pytest.mark.some_cases
     def test_tokens_over_the_kernels(
-        self, family: str, fusing: Fusing, watched: list[Any], twins: dict[str, Any]
+        self, family: str, fusing: Fusing, watched: list[Any], references: dict[str, Any]
     ) -> None:
         result = run(build(family), PROMPTS, NEW_TOKENS)
         assert_parity(family, PROMPTS, result, NEW_TOKENS)
-        assert set(fusing) == {forwards_of(family)} and twins["lists"]
+        assert set(fusing) == {forwards_of(family)} and references["lists"]
 
 
 # Parts of a model by which it is known here that they are fused. All else of these families is as ever.
@@ -314,7 +314,7 @@ def test_changes_while_a_stream_is_open(change: str, fusing: Fusing) -> None:
 
 def test_something_between_two_layers_is_no_silent_error() -> None:
     model = new_model()
-    fused = Fusion(model).merge(TWINS)
+    fused = Fusion(model).merge(REFERENCES)
     with fused.applied(), pytest.raises(RuntimeError, match=r"came between two layers.*fuse=False"):
         model.model.layers[1](torch.zeros(1, 3, 48))
     assert all("forward" not in vars(module) for module in model.modules())
@@ -322,7 +322,7 @@ def test_something_between_two_layers_is_no_silent_error() -> None:
 
 def test_used_outside_a_step_it_refuses_as_ever(fusing: Fusing) -> None:
     model = new_model()
-    with Fusion(model).merge(TWINS).applied():
+    with Fusion(model).merge(REFERENCES).applied():
         model.config._attn_implementation = "hf_batchllm"
         with pytest.raises(RuntimeError, match=r"only runs inside BatchGenerator\.generate"):
             model(torch.tensor([[1, 2]]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support_families import FAMILIES
 from support_fused import (
-    TWINS,
+    REFERENCES,
     WITH_EXPERTS,
     Adapter,
     HalfParameter,
@@ -182,9 +182,9 @@ def test_what_is_compiled_is_left_as_it_is(how: str) -> None:
     why = "the layer, or the model around it, is compiled"
     assert said[:3] == [f"{part} of {layers} of 3 layers: {why}" for part in ("norms", "attention", "MLP")]
     if how == "one layer":
-        assert not said[3:] and Fusion(model).merge(TWINS)._forwards
+        assert not said[3:] and Fusion(model).merge(REFERENCES)._forwards
         return
-    fused = Fusion(model).merge(TWINS)
+    fused = Fusion(model).merge(REFERENCES)
     assert not fused._forwards and fused._fusion.summary.startswith(f"nothing: norms of 3 of 3 layers: {why}")
 
 

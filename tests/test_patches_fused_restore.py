@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import family_params
-from support_fused import FUSED_FAMILIES, TWINS, Fusing, forwards_of, new_model, some_prompts, without_addresses
+from support_fused import FUSED_FAMILIES, REFERENCES, Fusing, forwards_of, new_model, some_prompts, without_addresses
 from support_fused import fusing as fusing  # a fixture
 from support_image_text_families import FUSED_IMAGE_TEXT
 from support_kernels import INTERPRETED
@@ -141,7 +141,7 @@ class TestEveryRow:
 
 def test_put_in_place_twice_and_restored_twice() -> None:
     model = new_model("gemma3")
-    before, fused = seen(model), Fusion(model).merge(TWINS)
+    before, fused = seen(model), Fusion(model).merge(REFERENCES)
     assert isinstance(fused, FusedLayers)
     for _ in range(2):
         with fused.applied():

@@ -285,12 +285,12 @@ def test_cast_between_two_calls(dtype: torch.dtype, generating: BatchGenerator, 
 
 def test_copied_while_merged(generating: BatchGenerator) -> None:
     model = generating.model
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with torch.no_grad():
-        for each in twin.parameters():
+        for each in reference.parameters():
             each.zero_()
     assert all(each.any() for each in qkv(model))
-    assert all(merged(group) is None for group in groups(twin))
+    assert all(merged(group) is None for group in groups(reference))
     assert_as_a_new_one(generating)
 
 

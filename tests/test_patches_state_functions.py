@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_kernels import plain
-from support_state_mixers import HIDDEN, MIXERS, Twins, mixer_of, run
+from support_state_mixers import HIDDEN, MIXERS, References, mixer_of, run
 
 from hf_batchllm.errors import UnsupportedModelError
 from hf_batchllm.patches.state_functions import StateFunctions, mixers, state_context
@@ -43,15 +43,15 @@ def test_a_packed_row_is_as_each_sequence_by_itself(family: str) -> None:
     for member in ("one", "other"):
         given[member][: LENGTHS["prefix"]] = given["prefix"]
     want = {name: run(mixer, states) for name, states in given.items()}
-    before, twins = functions_of(mixer), Twins(4)
+    before, references = functions_of(mixer), References(4)
     at = dict.fromkeys(LENGTHS, 0) | {"one": LENGTHS["prefix"], "other": LENGTHS["prefix"]}
     with StateFunctions(mixer).applied():
         assert functions_of(mixer).values() != before.values()
         for step in STEPS:
             names, counts, source, target = (list(column) for column in zip(*step, strict=True))
             parts = [slice(at[name], at[name] + count) for name, count in zip(names, counts, strict=True)]
-            twins.step(counts, source, target)
-            with state_context(twins):
+            references.step(counts, source, target)
+            with state_context(references):
                 made = run(mixer, torch.cat([given[name][part] for name, part in zip(names, parts, strict=True)]))
             for name, part, ours in zip(names, parts, made.split(counts), strict=True):
                 theirs = want[name][part]
@@ -87,9 +87,9 @@ def test_a_forked_process_has_the_own_functions() -> None:
 
 def test_other_threads_run_their_own() -> None:
     mixer, states, found = mixer_of("qwen3_next"), torch.randn(5, HIDDEN), []
-    want, twins = run(mixer, states), Twins(1)
-    twins.step([2, 3], [-1, -1], [-1, -1])
-    with StateFunctions(mixer).applied(), state_context(twins):
+    want, references = run(mixer, states), References(1)
+    references.step([2, 3], [-1, -1], [-1, -1])
+    with StateFunctions(mixer).applied(), state_context(references):
         thread = threading.Thread(target=lambda: found.append(run(mixer, states)))
         thread.start()
         thread.join()
@@ -97,9 +97,9 @@ def test_other_threads_run_their_own() -> None:
 
 
 def test_what_is_not_understood_is_refused() -> None:
-    mixer, twins = mixer_of("qwen3_next"), Twins(1)
-    twins.step([5], [-1], [-1])
-    with StateFunctions(mixer).applied(), state_context(twins):
+    mixer, references = mixer_of("qwen3_next"), References(1)
+    references.step([5], [-1], [-1])
+    with StateFunctions(mixer).applied(), state_context(references):
         function = functions_of(mixer)["causal_conv1d_fn"]
         x, weight = torch.zeros(1, 4, 5), torch.zeros(4, 3)
         with pytest.raises(UnsupportedModelError, match="`seq_idx` is handed to `causal_conv1d_fn`"):
@@ -112,9 +112,9 @@ def test_what_is_not_understood_is_refused() -> None:
         with pytest.raises(UnsupportedModelError, match="`initial_state` is handed to"):
             rule(*[torch.zeros(1, 5, 2, 4)] * 3, *[torch.zeros(1, 5, 2)] * 2, initial_state=torch.zeros(1, 2, 4, 4))
         function(x, weight, position_ids=torch.zeros(1, 5), chunk=3)
-    mixer, twins = mixer_of("mamba"), Twins(1)
-    twins.step([5], [-1], [-1])
-    with StateFunctions(mixer).applied(), state_context(twins):
+    mixer, references = mixer_of("mamba"), References(1)
+    references.step([5], [-1], [-1])
+    with StateFunctions(mixer).applied(), state_context(references):
         scan, rows, keys = functions_of(mixer)["mamba_selective_scan"], torch.ones(1, 4, 5), torch.ones(1, 3, 5)
         for ways in ({}, {"use_mambapy": True, "use_associative_scan": True}):
             assert scan(rows, rows, -torch.ones(4, 3), keys, keys, **ways).shape == rows.shape
@@ -128,7 +128,7 @@ def test_what_is_not_understood_is_refused() -> None:
 def test_a_kernel_for_a_whole_mixer_in_train_mode_is_passed_over(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixer, states, twins = mixer_of(family), torch.randn(5, HIDDEN), Twins(1)
+    mixer, states, references = mixer_of(family), torch.randn(5, HIDDEN), References(1)
     home = vars(sys.modules[type(mixer).__module__])
     want = torch.cat([run(mixer, states[:2]), run(mixer, states[2:])])
     # As with mamba-ssm: transformers' own function, with a kernel behind it.
@@ -138,8 +138,8 @@ def test_a_kernel_for_a_whole_mixer_in_train_mode_is_passed_over(
     monkeypatch.setitem(home, name, kernel)
     mixer.train()
     assert not run(mixer, states).any()
-    twins.step([2, 3], [-1, -1], [-1, -1])
-    with StateFunctions(mixer).applied(), state_context(twins):
+    references.step([2, 3], [-1, -1], [-1, -1])
+    with StateFunctions(mixer).applied(), state_context(references):
         assert (run(mixer, states) - want).abs().max() <= 2e-5 * max(1.0, float(want.abs().max()))
     assert home[name] is kernel
 

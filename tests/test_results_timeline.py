@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_device_loop import run_over_twins
+from support_device_loop import run_over_references
 from support_families import build
 from support_kernels import plain
 from support_letter_tokenizers import letter_tokenizer
@@ -71,7 +71,7 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def device_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_over_twins(monkeypatch)
+    run_over_references(monkeypatch)
 
 
 def small(**settings: Any) -> BatchGenerator:

@@ -309,7 +309,7 @@ def main() -> None:
 
 _WITHOUT_A_FILE = {
     "patches": "What transformers calls, and what is swapped in a model and put back.",
-    "kernels": "Triton kernels, and a plain PyTorch twin beside each. Imports nothing of the library.",
+    "kernels": "Triton kernels, and a plain PyTorch reference beside each. Imports nothing of the library.",
     "ground": f"{', '.join(GROUND)}: a setting, an error, a warning, a value in words.",
 }
 

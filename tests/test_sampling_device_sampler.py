@@ -298,7 +298,7 @@ EACH = [*([options] for options in COMBINED), MIXED, COMBINED[:3]]
 @pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("options", EACH, ids=str)
-def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -> None:
+def test_kernels_and_references_give_the_same_tokens(options: list[dict[str, Any]]) -> None:
     vocabulary, rows = (2100, max(4, len(options))) if not GPU else (128_256, 64)
     scores = scores_of(rows, vocabulary)
     scores = scores.bfloat16() if GPU else scores

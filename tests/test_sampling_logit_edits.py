@@ -101,9 +101,9 @@ def test_samples_are_those_that_the_host_would_draw(number: int, device: str, mo
         ours = generator.generate(PROMPTS, **given)
         monkeypatch.undo()
         if device == "cpu":
-            from support_device_loop import run_over_twins
+            from support_device_loop import run_over_references
 
-            run_over_twins(monkeypatch)
+            run_over_references(monkeypatch)
         theirs = generator.generate(PROMPTS, logits_processor=[lambda ids, scores: scores], **given)
     same = sum(mine.token_ids == its.token_ids for mine, its in zip(ours, theirs, strict=True))
     assert same >= 0.95 * len(ours)  # a token at the edge of a nucleus may fall on either side

@@ -134,7 +134,7 @@ def test_of_equals_the_lowest_are_named(letters: int, k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_as_the_device_notes_them(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tokens are picked on the device, all log-probabilities are found as there; here with the twin."""
+    """Where tokens are picked on the device, all log-probabilities are found as there; here with the reference."""
     generator = torch.Generator().manual_seed(k)
     logits = torch.randn(9, 300, generator=generator)
     rows, tokens = np.array([8, 0, 1, 1, 2, 3, 7, 4]), [5, 6, 7, 8, 9, 299, 0, 1]

@@ -43,7 +43,7 @@ CASES = [(1.0, 1.0), (0.9, 0.6), (1.6, 1.3)]  # exponents, and temperatures
 
 
 @pytest.mark.parametrize(("exponent", "temperature"), CASES[1:2])
-def test_the_twin_draws_from_all_of_a_large_vocabulary(exponent: float, temperature: float) -> None:
+def test_the_reference_draws_from_all_of_a_large_vocabulary(exponent: float, temperature: float) -> None:
     logits = zipf_logits(exponent)
     counts = drawn(sample_torch.gumbel_sample, "cpu", logits, temperature, 3_000, 200)
     assert_follows((logits.double() / temperature).softmax(0).numpy(), counts)

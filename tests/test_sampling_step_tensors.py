@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_device_loop import DEVICES, model_on, run_over_twins
+from support_device_loop import DEVICES, model_on, run_over_references
 from support_families import FAMILIES, build, family_params
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
@@ -39,7 +39,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         return "cpu"
     monkeypatch.setattr(StepTensors, "record", record)
     if request.param == "cpu":
-        run_over_twins(monkeypatch)
+        run_over_references(monkeypatch)
     return request.param
 
 

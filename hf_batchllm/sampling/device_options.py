@@ -222,7 +222,7 @@ def why_picked_by_host(
     """
     if not kinds:  # no prompt can be run
         return None
-    if device.type == "cuda" and failed_check("sampling", device, amd=amd):  # its twins fit into no CUDA graph
+    if device.type == "cuda" and failed_check("sampling", device, amd=amd):  # its references fit into no CUDA graph
         return "the kernels that pick tokens failed their check on this card"
     # Without kernels the host cuts distributions in less time, and needs no float64 of the device.
     if not may_pick_on(device, amd) and (depth == 1 or any(options.do_sample for options in kinds)):

@@ -1,4 +1,4 @@
-"""The functions that pick tokens on the device: Triton kernels, or their PyTorch twins."""
+"""The functions that pick tokens on the device: Triton kernels, or their PyTorch references."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOMES = {
 
 @dataclass(frozen=True)
 class SamplingKernels:
-    """The kernels, in Triton or as their twins in PyTorch."""
+    """The kernels, in Triton or as their references in PyTorch."""
 
     greedy: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]

@@ -108,7 +108,7 @@ class RecipeTable:
         ]
         return self._tensor(columns, torch.float32)
 
-    # For the twins, in float64, as exact as Python's own numbers.
+    # For the references, in float64, as exact as Python's own numbers.
 
     @cached_property
     def temperature(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Causal short convolutions over spans, channel by channel, in plain PyTorch: twins of ``convolution_triton``."""
+"""Causal short convolutions over spans, channel by channel, in plain PyTorch: references of ``convolution_triton``."""
 
 from __future__ import annotations
 

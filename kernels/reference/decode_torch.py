@@ -1,7 +1,7 @@
-"""Decode attention over work lists in plain PyTorch: the twins of ``decode_triton``.
+"""Decode attention over work lists in plain PyTorch: the references of ``decode_triton``.
 
 Same signatures, same lists, any device, any dtype: half precision is computed in float32, float64 stays float64. So a
-whole engine can run over work lists without a GPU; the tests compare the kernels with these twins.
+whole engine can run over work lists without a GPU; the tests compare the kernels with these references.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gated delta rule over spans, token by token, in plain PyTorch: the twin of ``delta_rule_triton``."""
+"""The gated delta rule over spans, token by token, in plain PyTorch: the reference of ``delta_rule_triton``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The twin of ``digest_triton``."""
+"""The reference of ``digest_triton``."""
 
 from __future__ import annotations
 

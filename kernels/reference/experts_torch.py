@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``experts_triton``: same signatures, same results.
+"""Plain PyTorch references of ``experts_triton``: same signatures, same results.
 
 They round where transformers' grouped products round: after a product, after its bias, after each operation of the
 activation; and a token's results are added up in float32.

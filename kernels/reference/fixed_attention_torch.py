@@ -115,7 +115,7 @@ def attend_fixed(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """The twin of the kernel in ``fixed_attention_triton``, item by item."""
+    """The reference of the kernel in ``fixed_attention_triton``, item by item."""
     page_size, exact = k_pages.shape[1], torch.promote_types(q.dtype, torch.float32)
     for row, rows, begin, before, end, part, is_own, carried in work.items[tile][: int(work.counts[tile])].tolist():
         assert rows * (q.shape[1] // k_pages.shape[2]) <= tile, "an item of more lines than its tile has"

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``gated_ops_triton``: the elementwise work of layers that carry a state.
+"""Plain PyTorch references of ``gated_ops_triton``: the elementwise work of layers that carry a state.
 
 They round where the modules of transformers round.
 """

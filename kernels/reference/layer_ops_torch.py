@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``layer_ops_triton``: same signatures, same results, also in place.
+"""Plain PyTorch references of ``layer_ops_triton``: same signatures, same results, also in place.
 
 They round where the modules of transformers round: in bfloat16 both give the same bits. They are the CPU backend of the
 fused operations, and the reference in the kernels' tests.

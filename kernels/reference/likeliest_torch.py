@@ -1,4 +1,4 @@
-"""The plain PyTorch twin of ``likeliest_triton``: same signature, same results but for rounding."""
+"""The plain PyTorch reference of ``likeliest_triton``: same signature, same results but for rounding."""
 
 from __future__ import annotations
 

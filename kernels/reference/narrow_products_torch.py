@@ -1,4 +1,4 @@
-"""The plain PyTorch twin of ``narrow_products_triton``: same signature, same results but for rounding."""
+"""The plain PyTorch reference of ``narrow_products_triton``: same signature, same results but for rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``penalties_triton``: same signatures, same results."""
+"""Plain PyTorch references of ``penalties_triton``: same signatures, same results."""
 
 from __future__ import annotations
 

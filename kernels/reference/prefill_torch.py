@@ -1,4 +1,4 @@
-"""Prefill attention over work lists in plain PyTorch: the twin of ``prefill_triton``.
+"""Prefill attention over work lists in plain PyTorch: the reference of ``prefill_triton``.
 
 Same signature, same lists, any device, any dtype: half precision is computed in float32, float64 stays float64.
 """

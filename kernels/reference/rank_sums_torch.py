@@ -1,4 +1,4 @@
-"""The twin of ``rank_sums_triton.py``: what its sums are. Nobody is waited for."""
+"""The reference of ``rank_sums_triton.py``: what its sums are. Nobody is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``routing_triton``: same signatures, same results but for the order of an expert's rows."""
+"""Plain references of ``routing_triton``: same signatures, same results but for the order of an expert's rows."""
 
 from __future__ import annotations
 

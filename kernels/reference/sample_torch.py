@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``sample_triton``: same signatures, same results, also in place.
+"""Plain PyTorch references of ``sample_triton``: same signatures, same results, also in place.
 
 They pick tokens on a CPU, and are the reference in the kernels' tests.
 """

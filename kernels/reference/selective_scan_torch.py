@@ -1,4 +1,4 @@
-"""Mamba-1's selective scan over spans, token by token, in plain PyTorch: the twin of ``selective_scan_triton``."""
+"""Mamba-1's selective scan over spans, token by token, in plain PyTorch: the reference of ``selective_scan_triton``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba-2's state space over spans, token by token, in plain PyTorch: the twin of ``state_space_triton``."""
+"""Mamba-2's state space over spans, token by token, in plain PyTorch: the reference of ``state_space_triton``."""
 
 from __future__ import annotations
 

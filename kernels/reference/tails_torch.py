@@ -1,4 +1,4 @@
-"""The plain PyTorch twin of ``tails_triton``: same signature, same results but for the rounding of masses."""
+"""The plain PyTorch reference of ``tails_triton``: same signature, same results but for the rounding of masses."""
 
 from __future__ import annotations
 

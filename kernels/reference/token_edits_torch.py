@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``token_edits_triton``: same signatures, same results. They loop over rows."""
+"""Plain PyTorch references of ``token_edits_triton``: same signatures, same results. They loop over rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain PyTorch twin of ``token_masks_triton``: same signature, same results."""
+"""A plain PyTorch reference of ``token_masks_triton``: same signature, same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``top_k_top_p_triton``: same signatures, same results but for the rounding of masses."""
+"""Plain PyTorch references of ``top_k_top_p_triton``: same signatures, same results but for the rounding of masses."""
 
 from __future__ import annotations
 

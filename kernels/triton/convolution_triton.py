@@ -1,4 +1,4 @@
-"""Causal short convolutions over spans, channel by channel; the twins are in ``convolution_torch``.
+"""Causal short convolutions over spans, channel by channel; the references are in ``convolution_torch``.
 
 A block computes some channels of some tokens. What came before a span lies in its slot. The slots are brought up to
 date by a second kernel, as blocks of the first may still read them. Where each span is a single token, one block has

@@ -1,4 +1,4 @@
-"""The gated delta rule over spans; the twin is in ``delta_rule_torch``.
+"""The gated delta rule over spans; the reference is in ``delta_rule_torch``.
 
 Here the walk is token by token: a block keeps some columns of one head's state in registers and walks through the
 tokens of a span. Columns do not look at each other, so a slot may be read and written by the same launch.

@@ -1,4 +1,4 @@
-"""Mixtures of experts in three Triton kernels; their twins are in ``experts_torch``.
+"""Mixtures of experts in three Triton kernels; their references are in ``experts_torch``.
 
 Two multiply the tiles into which ``routing_triton`` has cut the rows of each expert: the first ends in the activation,
 so that gate and up are never written. The last adds up each token's results. All shapes follow from the number of

@@ -1,4 +1,4 @@
-"""The elementwise work of layers that carry a state, in two kernels; their twins are in ``gated_ops_torch``.
+"""The elementwise work of layers that carry a state, in two kernels; their references are in ``gated_ops_torch``.
 
 As in ``layer_ops_triton``, each number is read once and written once, and rounded where transformers rounds.
 """

@@ -1,4 +1,4 @@
-"""The elementwise work of a layer in three Triton kernels; their twins are in ``layer_ops_torch``.
+"""The elementwise work of a layer in three Triton kernels; their references are in ``layer_ops_torch``.
 
 Their time is reading and writing, so each reads its inputs once, in 16-byte pieces, and writes its results where they
 are needed: rotated keys straight into the cache, the residual in place. They round to the tensors' dtype wherever the
@@ -211,7 +211,7 @@ def rope_and_write(
     v_norm: bool = False,  # whether each head of v is normalised as well, without a weight
     q_factor: torch.Tensor | None = None,  # [tokens]  by which q is multiplied at the end, of q's dtype
 ) -> None:
-    """Normalise and rotate q and k; q goes to ``q_out``, k and v to their slots. The twin says what the forms are."""
+    """Normalise and rotate q and k; q goes to ``q_out``, k and v to their slots. The forms: see the reference."""
     if norm not in _FORMS[:3] or turn not in ("llama", *_FORMS[3:]):
         raise ValueError(f"there is no norm of heads {norm!r}, or no rotation {turn!r}")
     tokens, heads, dim = q.shape
@@ -292,7 +292,7 @@ def add_rms_norm(
     weight: torch.Tensor | None,  # [hidden]  None: no norm; the sum is the result, and the residual stays as it is
     eps: float,
     *,
-    form: str = "llama",  # of the norms; the twin says what each is
+    form: str = "llama",  # of the norms; the reference says what each is
     inner_weight: torch.Tensor | None = None,  # [hidden]  x is normalised with it before it is added
     inner_eps: float | None = None,  # by default eps
     multiplier: float = 1.0,  # of x, before it is added

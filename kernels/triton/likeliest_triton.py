@@ -1,4 +1,4 @@
-"""Log-probabilities of picked tokens and of the likeliest beside them, in Triton; the twin is in ``likeliest_torch``.
+"""Log-probabilities of picked tokens and of the likeliest beside them, in Triton; reference: ``likeliest_torch``.
 
 Blocks of the vocabulary are surveyed first: the mass of each, and the best of its tokens. Then one block for each row
 puts them together and writes what was asked for to the row's place.

@@ -1,7 +1,7 @@
 """Products with few columns, or with an odd number of them, in Triton: a row has the same bits among any others.
 
 For these cuBLAS takes other kernels for other numbers of rows, also where it may not split a sum. Here all blocks are
-alike, and each adds up its products from the first to the last. The twin is in ``narrow_products_torch``.
+alike, and each adds up its products from the first to the last. The reference is in ``narrow_products_torch``.
 """
 
 from __future__ import annotations

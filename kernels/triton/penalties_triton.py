@@ -1,4 +1,4 @@
-"""The repetition penalty, and no EOS before a minimum length, in Triton; the twins are in ``penalties_torch``.
+"""The repetition penalty, and no EOS before a minimum length, in Triton; the references are in ``penalties_torch``.
 
 A bit for each token of the vocabulary says whether a row has had it. Each row has a line of bits, or some rows have a
 line of a table.

@@ -1,4 +1,4 @@
-"""Which experts a token meets, and which rows an expert gets; the twins are in ``routing_torch``.
+"""Which experts a token meets, and which rows an expert gets; the references are in ``routing_torch``.
 
 A router's own code runs some ten small kernels after its product. Here it is one: each block chooses for some tokens
 and enters them with their experts, and the last block to be done cuts the experts' rows into tiles. The second kernel

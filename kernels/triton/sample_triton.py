@@ -1,4 +1,4 @@
-"""From logits to the next step's inputs without the host, in Triton; the twins are in ``sample_torch``.
+"""From logits to the next step's inputs without the host, in Triton; the references are in ``sample_torch``.
 
 ``greedy`` and ``gumbel_sample`` go over blocks of the vocabulary first, then over the blocks' results. Noise comes from
 a counter: a token's noise depends on (seed, prompt, sample, position, token) alone, not on the batch. ``advance`` takes

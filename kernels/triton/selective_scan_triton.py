@@ -1,4 +1,4 @@
-"""Mamba-1's selective scan over spans, token by token; the twin is in ``selective_scan_torch``.
+"""Mamba-1's selective scan over spans, token by token; the reference is in ``selective_scan_torch``.
 
 A block keeps the states of some channels in registers and walks through the tokens of a span. Channels do not look at
 each other, so a slot may be read and written by the same launch.

@@ -1,4 +1,4 @@
-"""Mamba-2's state space over spans; the twin is in ``state_space_torch``.
+"""Mamba-2's state space over spans; the reference is in ``state_space_torch``.
 
 Here the walk is token by token: a block keeps some rows of one head's state in registers and walks through the tokens
 of a span. Rows do not look at each other, so a slot may be read and written by the same launch.

@@ -1,4 +1,4 @@
-"""Typical-p, epsilon and eta on the device without sorting, in Triton; the twin is in ``tails_torch``.
+"""Typical-p, epsilon and eta on the device without sorting, in Triton; the reference is in ``tails_torch``.
 
 One block for each row goes over it a few times. The surprise of a token differs from what is to be expected by a
 distance that its logit alone decides, so a row's tokens within some distance lie in one stretch of logits. Two scans

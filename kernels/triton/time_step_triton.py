@@ -1,4 +1,4 @@
-"""The step of time of a state space, for kernels; the twins call PyTorch's own functions."""
+"""The step of time of a state space, for kernels; the references call PyTorch's own functions."""
 
 from __future__ import annotations
 

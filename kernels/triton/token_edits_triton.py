@@ -1,4 +1,4 @@
-"""Changes of single logits, in Triton; the twins are in ``token_edits_torch``.
+"""Changes of single logits, in Triton; the references are in ``token_edits_torch``.
 
 Each reads a short list of tokens and touches only their logits, so it costs next to nothing beside a pass over the
 vocabulary. Rows may be of several kinds, each with lists of its own.

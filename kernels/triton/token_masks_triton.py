@@ -1,4 +1,4 @@
-"""The tokens that a grammar allows next, applied to logits, in Triton; the twin is in ``token_masks_torch``.
+"""The tokens that a grammar allows next, applied to logits, in Triton; the reference is in ``token_masks_torch``.
 
 A bit for each token of the vocabulary says whether it is allowed. Each row has a line of bits, or none.
 """

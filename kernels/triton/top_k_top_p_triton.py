@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p on the device without sorting, in Triton; the twin is in ``top_k_top_p_torch``.
+"""Top-k, top-p and min-p on the device without sorting, in Triton; the reference is in ``top_k_top_p_torch``.
 
 Top-k, top-p and min-p each keep the tokens from some score up, so one number for each row says what they keep together:
 ``cutoffs`` finds it, and ``gumbel_sample`` then draws no token below it.

@@ -111,8 +111,8 @@ def without_refused(kernels: FusedKernels, fusion: Fusion, config: BatchConfig, 
     if fusion.has_mixers and _why_not("states", config, device) is not None:
         from ...kernels.reference import gated_ops_torch
 
-        twins = MixerKernels(gated_ops_torch.decay_and_beta, gated_ops_torch.gated_norm)
-        return dataclasses.replace(kernels, mixers=twins)
+        references = MixerKernels(gated_ops_torch.decay_and_beta, gated_ops_torch.gated_norm)
+        return dataclasses.replace(kernels, mixers=references)
     return kernels
 
 

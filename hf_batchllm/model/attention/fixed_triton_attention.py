@@ -31,7 +31,7 @@ _ANY_LENGTH = 1 << 40
 
 @dataclass(frozen=True)
 class FixedKernels:
-    """In Triton, or as twins in PyTorch."""
+    """In Triton, or as references in PyTorch."""
 
     attend: Callable[..., None]
     merge: Callable[..., None]

@@ -34,7 +34,7 @@ _MULTIPROCESSORS_OF_A_CPU = 8  # it has none: work lists are cut as if it had th
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """The kernels, in Triton or as their twins in PyTorch."""
+    """The kernels, in Triton or as their references in PyTorch."""
 
     write: Callable[..., None]
     attend_items: Callable[..., None]
@@ -91,7 +91,7 @@ class TritonBackend(AttentionBackend):
         gates: tuple[float, float] = (GATE, GATE_MERGED),
         tries_shapes: bool = False,
     ) -> None:
-        """``tries_shapes``: on this card a kernel is held against its twin when a layer's shape first comes up."""
+        """``tries_shapes``: on this card a kernel is held against its reference when a layer's shape first comes up."""
         self.kernels = kernels
         self.tries_shapes = tries_shapes
         self.gates = gates

@@ -35,7 +35,7 @@ from ...patches.state_functions import (
 )
 from ...patches.uncompiled import Uncompiled
 from ...planning.requests_and_prefixes import NO_SLOT
-from ..states.state_step import Call, shape_of, twins
+from ..states.state_step import Call, references, shape_of
 
 Row = Sequence[tuple[int, int]]  # tokens, each with its position
 _SMALL = 1 << 16  # numbers in a buffer: ranges that were observed, statistics; not quantised weights
@@ -131,7 +131,7 @@ class _StatesEachByItself:
     """Each token begins with no state, and leaves none."""
 
     def __init__(self) -> None:
-        self._kernels = twins()
+        self._kernels = references()
 
     def convolve(self, call: Convolution) -> torch.Tensor:
         return self._kernels.convolve(call, *_nothing_kept(call, call.x))

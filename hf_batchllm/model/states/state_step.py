@@ -41,7 +41,7 @@ class StateKernels:
         space: Callable[..., Any],
         scan: Callable[..., Any],
     ) -> StateKernels:
-        """From kernels, or their twins, that take the fields of a call as their arguments."""
+        """From kernels, or their references, that take the fields of a call as their arguments."""
         return cls(_by_fields(convolve), _by_fields(delta_rule), _by_fields(space), _by_fields(scan))
 
 
@@ -106,7 +106,7 @@ def in_triton() -> StateKernels:
 # -- without kernels -------------------------------------------------------------------------------------------------
 
 
-def twins() -> StateKernels:
+def references() -> StateKernels:
     return StateKernels.of(
         convolution_torch.short_convolution,
         delta_rule_torch.delta_rule,
@@ -118,9 +118,9 @@ def twins() -> StateKernels:
 def in_torch() -> StateKernels:
     """Rows of one token side by side; longer spans one after the other, through the model's own functions.
 
-    Those of convolutions and of selective scans take no state to begin with: their twins run over each span.
+    Those of convolutions and of selective scans take no state to begin with: their references run over each span.
     """
-    plain = twins()
+    plain = references()
 
     return StateKernels(
         _rows_then_spans(plain.convolve, plain.convolve),

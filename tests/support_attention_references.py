@@ -1,4 +1,4 @@
-"""Calls over the kernels' work lists without a GPU: the kernels' plain PyTorch twins take their place."""
+"""Calls over the kernels' work lists without a GPU: the kernels' plain PyTorch references take their place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_batchllm.kernels.reference import decode_torch, fixed_attention_torch, l
 from hf_batchllm.model.attention.fixed_triton_attention import FixedKernels
 from hf_batchllm.model.attention.triton_attention import AttentionKernels, StepWork, TritonBackend
 
-TWINS = AttentionKernels(
+REFERENCES = AttentionKernels(
     write=layer_ops_torch.rope_and_write,
     attend_items=decode_torch.attend_items,
     merge_parts=decode_torch.merge_parts,
@@ -22,15 +22,15 @@ TWINS = AttentionKernels(
 )
 
 
-FIXED_TWINS = FixedKernels(
+FIXED_REFERENCES = FixedKernels(
     attend=fixed_attention_torch.attend_fixed, merge=fixed_attention_torch.merge_fixed, boxes=lambda pages: pages
 )
 
 
 @pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def references(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Calls run over the work lists, without a GPU. What it gives says what they did."""
-    seen: dict[str, Any] = {"gates": (4, 2), "lists": [], "kernels": TWINS}
+    seen: dict[str, Any] = {"gates": (4, 2), "lists": [], "kernels": REFERENCES}
 
     def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
         return TritonBackend(seen["kernels"], storage, device, notices, seen["gates"])
