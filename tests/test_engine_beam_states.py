@@ -133,19 +133,19 @@ class Search:
         self.scheduler = BeamScheduler(self.groups, gather_rows=self.rng.choice([0, 3]))
         self.scheduler.start(roots, self.cache, self.budget)
         self.scheduler.depth = 2 if self.turns else 1
-        flights: deque[list[BeamGroup]] = deque()  # those whose beams have then all run
+        queue: deque[list[BeamGroup]] = deque()  # those whose beams have then all run
         for _ in range(20_000):
-            step = None if flights and self.scheduler.must_know() else self.scheduler.next()
+            step = None if queue and self.scheduler.must_know() else self.scheduler.next()
             self.check_cache()
-            if step is None and not flights:
+            if step is None and not queue:
                 break
             if step is not None:
                 for part in [step] if self.most is None else parts_of(step, self.most):
                     self.play(part)
-                self.beside += bool(flights)
-                flights.append(self.complete(step))
-            if step is None or len(flights) == self.scheduler.depth:
-                self.choose(flights.popleft(), may_be_late=not flights)
+                self.beside += bool(queue)
+                queue.append(self.complete(step))
+            if step is None or len(queue) == self.scheduler.depth:
+                self.choose(queue.popleft(), may_be_late=not queue)
             self.check_cache()
         assert all(root.done for root in roots)
         assert self.cache.kept_prefixes or self.cache.free_pages == self.cache.num_pages

@@ -49,7 +49,7 @@ class Watched:
 
         def watched_step(engine: Engine, given: Any) -> Any:
             before = {group for group in groups_of(engine) if group.complete}
-            flight = step(engine, given)
+            running = step(engine, given)
             units = {unit for group in before for unit in (group.root, *group.beams)}
             assert not units.intersection(given.sampling()), "a group goes on before its beams were chosen"
             complete = {group for group in groups_of(engine) if group.complete} - before
@@ -59,12 +59,12 @@ class Watched:
             assert len(self._flying) <= 2
             if not given.chunks:
                 self.rows.append(len(given.rows))
-            return flight
+            return running
 
-        def watched_collect(collector: BeamCollector, flight: Any, found: Any) -> Any:
+        def watched_collect(collector: BeamCollector, running: Any, found: Any) -> Any:
             complete = self._flying.pop(0)
             assert complete == {group for each in found for group in each.groups}, "the oldest step is collected first"
-            return collect(collector, flight, found)
+            return collect(collector, running, found)
 
         patch.setattr(Engine, "_launch", watched_step)
         patch.setattr(BeamCollector, "collect", watched_collect)

@@ -57,13 +57,13 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def noted(self: Engine, step: Any) -> Any:
         made = {request: request.made for request in step.rows}
-        flight = launch(self, step)
+        running = launch(self, step)
         prompt = sum(chunk.end - chunk.begin for chunk in step.chunks)
         decode = sum(request.made - made[request] for request in step.rows)
         scheduler: Any = self.scheduler
         pages = scheduler.cache.num_pages - scheduler.cache.free_pages
         seen.append((step.times, prompt, decode, len(scheduler.running), pages))
-        return flight
+        return running
 
     monkeypatch.setattr(Engine, "_launch", noted)
     return seen

@@ -40,9 +40,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock, launch = Clock(), Engine._launch
 
     def ticking(self: Engine, step: Step) -> Any:
-        flight = launch(self, step)
+        running = launch(self, step)
         clock.now += step.times
-        return flight
+        return running
 
     monkeypatch.setattr(time, "time", lambda: clock.now)
     monkeypatch.setattr(Engine, "_launch", ticking)

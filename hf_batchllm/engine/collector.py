@@ -10,7 +10,7 @@ import numpy as np
 
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
-from .loop import Collector, Flight
+from .loop import Collector, InFlightStep
 
 
 class TokenCollector(Collector):
@@ -43,22 +43,22 @@ class TokenCollector(Collector):
         for request, count in zip(step.sampling(), counts, strict=True):
             request.expect(count)
 
-    def broke_off(self, flight: Flight) -> None:
-        pairs = zip(flight.step.sampling(), flight.counts, strict=True)
+    def broke_off(self, running: InFlightStep) -> None:
+        pairs = zip(running.step.sampling(), running.counts, strict=True)
         self.idle_tokens += sum(count for request, count in pairs if request.done)
 
-    def collect(self, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
+    def collect(self, running: InFlightStep, tokens: np.ndarray) -> tuple[list[Request], int]:
         """Give each request its tokens; those that end with them leave the cache."""
-        sampling = flight.step.sampling()
-        assert tokens.shape == (len(sampling), flight.step.times)
+        sampling = running.step.sampling()
+        assert tokens.shape == (len(sampling), running.step.times)
         self.timekeeper.switch("tokens")
         with self._criterias_turn():
-            ends = self.endings.find(sampling, flight.counts, tokens)
+            ends = self.endings.find(sampling, running.counts, tokens)
         self.timekeeper.switch("scheduling")
         finished: list[Request] = []
         idle = jumped = 0
-        once = flight.step.times == 1  # then numbers do: thousands of short lists would keep Python's collector busy
-        seen = zip(sampling, flight.counts, (tokens[:, 0] if once else tokens).tolist(), strict=True)
+        once = running.step.times == 1  # then numbers do: thousands of short lists would keep Python's collector busy
+        seen = zip(sampling, running.counts, (tokens[:, 0] if once else tokens).tolist(), strict=True)
         for row, (request, count, new) in enumerate(seen):
             if request.finish_reason is not None:  # it had ended before this step, unknown when the step was launched
                 idle += count
@@ -81,4 +81,4 @@ class TokenCollector(Collector):
         with self._schedulers_turn() if finished else nullcontext():
             for request in finished:
                 self.scheduler.finish(request)
-        return finished, sum(flight.counts) - idle + jumped
+        return finished, sum(running.counts) - idle + jumped

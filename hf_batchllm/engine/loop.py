@@ -95,7 +95,7 @@ class Launcher(ABC):
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A step that was launched and not collected yet."""
 
     step: Step
@@ -138,17 +138,17 @@ class Collector(ABC):
 
     @abstractmethod
     def launched(self, step: Step, counts: Sequence[int]) -> None:
-        """A step is on its way. ``counts``: as ``Flight`` has them."""
+        """A step is on its way. ``counts``: as ``InFlightStep`` has them."""
 
     @abstractmethod
-    def collect(self, flight: Flight, found: Any) -> tuple[list[Request], int]:
+    def collect(self, running: InFlightStep, found: Any) -> tuple[list[Request], int]:
         """Take down what the launcher has found. Gives the answers that end, and how many new tokens there are."""
 
     @abstractmethod
     def out_of_time(self, late: list[Request]) -> list[Request]:
         """End requests whose time is over. No launched step holds tokens of theirs. Gives the answers that end."""
 
-    def broke_off(self, flight: Flight) -> None:  # noqa: B027 -- no beam ends unseen
+    def broke_off(self, running: InFlightStep) -> None:  # noqa: B027 -- no beam ends unseen
         """The call ends while the step is on its way."""
 
 
@@ -175,7 +175,7 @@ class Engine:
         self.smaller = smaller
         self.depth = depth if scheduler.runs_ahead else 1
         # Of bursts, one runs and one waits for its turn: with more, tokens would only be seen later.
-        self.most_flights = 2 if launcher.most_times > 1 else depth
+        self.most_in_flight = 2 if launcher.most_times > 1 else depth
         self.after_waiting: Callable[[], None] = lambda: None  # an error where what has come means nothing
         self.steps = 0
         self.model_tokens = 0
@@ -207,7 +207,7 @@ class Engine:
 
     def run(self, watch: Watch | None = None) -> Iterator[Request]:
         """Answers as they finish."""
-        flights: deque[Flight] = deque()
+        queue: deque[InFlightStep] = deque()
         switch = self.timekeeper.switch
         step: Step | None = None
         try:
@@ -217,40 +217,40 @@ class Engine:
                 # Requests whose time is over end before more is launched, unless a step has begun in parts.
                 late = [] if self.smaller.waiting else self.collector.endings.late()
                 with self._schedulers_turn():
-                    step = None if late else self._next(in_flight=bool(flights))
+                    step = None if late else self._next(in_flight=bool(queue))
                 finished: list[Request] = []
                 if step is not None:
-                    self._try(step, flights)
-                elif late and not flights:
+                    self._try(step, queue)
+                elif late and not queue:
                     with self._schedulers_turn():
                         finished = self.collector.out_of_time(late)
-                elif not flights:
+                elif not queue:
                     return
-                if flights and (step is None or self._enough(flights)):
-                    flight = flights[0]  # left in the queue: an error in between must find it
+                if queue and (step is None or self._enough(queue)):
+                    running = queue[0]  # left in the queue: an error in between must find it
                     switch("model")
-                    found = flight.wait()
+                    found = running.wait()
                     self.after_waiting()
-                    finished, new_tokens = self.collector.collect(flight, found)
-                    flights.popleft()
+                    finished, new_tokens = self.collector.collect(running, found)
+                    queue.popleft()
                     self.launcher.tokens_were_seen()
-                    self.timekeeper.collected(flight.record)
+                    self.timekeeper.collected(running.record)
                     if watch is not None:
                         switch("outside")
-                        watch(flight.step, new_tokens)
+                        watch(running.step, new_tokens)
                 if finished:
                     switch("results")
                     yield from finished
         except Exception as error:
-            name_what_ran(error, [(flight.step, flight.replayed) for flight in flights], step, self.launcher.replays)
+            name_what_ran(error, [(running.step, running.replayed) for running in queue], step, self.launcher.replays)
             raise
         finally:  # after an interrupt: launched steps may have run for requests that had ended
-            for flight in flights:
-                self.timekeeper.collected(flight.record)
-                self.collector.broke_off(flight)
+            for running in queue:
+                self.timekeeper.collected(running.record)
+                self.collector.broke_off(running)
 
-    def _enough(self, flights: deque[Flight]) -> bool:
-        return len(flights) >= self.most_flights or sum(flight.step.times for flight in flights) >= self.depth
+    def _enough(self, queue: deque[InFlightStep]) -> bool:
+        return len(queue) >= self.most_in_flight or sum(running.step.times for running in queue) >= self.depth
 
     def _next(self, in_flight: bool) -> Step | None:
         """The next step; None if there is none, or if launched steps must be seen first."""
@@ -268,10 +268,10 @@ class Engine:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
         return self._next(in_flight) if self.smaller.cut(step) else step
 
-    def _try(self, step: Step, flights: deque[Flight]) -> None:
+    def _try(self, step: Step, queue: deque[InFlightStep]) -> None:
         """Launch a step. If it runs out of memory, its parts wait until all others have been seen."""
         try:
-            flights.append(self._launch(step))
+            queue.append(self._launch(step))
         except Exception as error:
             with self._schedulers_turn():  # the scheduler is told to make smaller steps
                 taken = self.smaller.takes(error, step, lambda: self.launcher.may_repeat(step.sampling()))
@@ -281,7 +281,7 @@ class Engine:
             with self._schedulers_turn():
                 self.smaller.ran()
 
-    def _launch(self, step: Step) -> Flight:
+    def _launch(self, step: Step) -> InFlightStep:
         began = time.perf_counter()
         batch = self.builder.build(step)
         sampling = step.sampling()
@@ -297,7 +297,7 @@ class Engine:
         self.model_tokens += tokens
         record = self.timekeeper.launched(step.times, prompt_tokens, tokens - prompt_tokens)
         launcher = self.launcher
-        return Flight(step, counts, wait, record, launcher.replays, began, launched, launcher.is_steady)
+        return InFlightStep(step, counts, wait, record, launcher.replays, began, launched, launcher.is_steady)
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """``times``, as ``repeat`` gave it. With a wrong number, rows would write to pages of others."""

@@ -12,7 +12,7 @@ from ...model.transfers import current_device
 from ...planning.requests_and_prefixes import FinishReason, Request
 from ...planning.step import Step
 from ...sampling.stopping import Endings
-from ..loop import Collector, Flight
+from ..loop import Collector, InFlightStep
 from .candidates import Candidates
 from .group import BeamGroup
 from .launcher import BeamLauncher
@@ -74,7 +74,7 @@ class BeamCollector(Collector):
     def launched(self, step: Step, counts: Sequence[int]) -> None:
         self._beam_tokens += step.tokens - step.prompt_tokens
 
-    def collect(self, flight: Flight, found: list[Candidates]) -> tuple[list[Request], int]:
+    def collect(self, running: InFlightStep, found: list[Candidates]) -> tuple[list[Request], int]:
         """Choose each group's next beams and its answers so far. All answers of a prompt end together."""
         self.timekeeper.switch("tokens")
         with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it

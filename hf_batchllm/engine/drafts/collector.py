@@ -13,7 +13,7 @@ from ...planning.requests_and_prefixes import Request
 from ...planning.step import Chunk, Step
 from ..at_once import AtOnce
 from ..collector import TokenCollector
-from ..loop import Flight
+from ..loop import InFlightStep
 from .drafts import Drafts
 
 
@@ -39,45 +39,45 @@ class DraftCollector(TokenCollector):
             self.drafts.drafted += step.tokens - len(counts)
         self.drafts.launched(step)
 
-    def collect(self, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
-        step, before = flight.step, self.drafts.accepted
+    def collect(self, running: InFlightStep, tokens: np.ndarray) -> tuple[list[Request], int]:
+        step, before = running.step, self.drafts.accepted
         if step.in_rows:
-            finished, new_tokens = self._of_rows(flight, tokens)
+            finished, new_tokens = self._of_rows(running, tokens)
         else:
             self.drafts.before(step)
-            finished, new_tokens = super().collect(flight, tokens)
-            new_tokens += self._picked_one_by_one(flight, finished)
+            finished, new_tokens = super().collect(running, tokens)
+            new_tokens += self._picked_one_by_one(running, finished)
         gained = len(step.rows) + self.drafts.accepted - before
-        self.drafts.ran(step, flight.began, flight.launched, gained, flight.steady)
+        self.drafts.ran(step, running.began, running.launched, gained, running.steady)
         return finished, new_tokens
 
-    def _of_rows(self, flight: Flight, tokens: np.ndarray) -> tuple[list[Request], int]:
+    def _of_rows(self, running: InFlightStep, tokens: np.ndarray) -> tuple[list[Request], int]:
         """``tokens`` [samples, most]: the device has drawn one in each row, and those that count are not negative."""
-        sampling = flight.step.sampling()
+        sampling = running.step.sampling()
         counts = np.maximum((tokens >= 0).sum(axis=1), 1).tolist()
         for request, count in zip(sampling, counts, strict=True):
             if count > 1:
                 request.computed += count - 1
                 request.expect(count - 1)
         count_of = dict(zip(sampling, counts, strict=True))
-        for chunk in flight.step.drafts:
+        for chunk in running.step.drafts:
             assert isinstance(chunk.unit, Request)
             self.drafts.seen(chunk.unit, len(chunk.draft), count_of[chunk.unit] - 1)
         idle = self.idle_tokens
-        several = Step(flight.step.rows, times=tokens.shape[1])
-        finished, new_tokens = super().collect(replace(flight, step=several, counts=counts), tokens)
+        several = Step(running.step.rows, times=tokens.shape[1])
+        finished, new_tokens = super().collect(replace(running, step=several, counts=counts), tokens)
         self.idle_tokens = idle  # right guesses behind an answer's end count as wrong ones
         self.drafts.accepted += new_tokens - len(sampling)
         return finished, new_tokens
 
-    def _picked_one_by_one(self, flight: Flight, finished: list[Request]) -> int:
+    def _picked_one_by_one(self, running: InFlightStep, finished: list[Request]) -> int:
         """Go on with requests whose guesses are right, as if each had been a step. Gives how many tokens they get.
 
         ``finished``: those that the step itself has ended; the others that end are added.
         """
         first: dict[Chunk, int] = {}  # the row of each draft's first token
         rows = 0
-        for chunk in flight.step.chunks:
+        for chunk in running.step.chunks:
             if chunk.draft:
                 first[chunk] = rows
                 rows += len(chunk.draft)
@@ -98,7 +98,7 @@ class DraftCollector(TokenCollector):
             for request in requests:
                 request.computed += 1
                 request.expect()
-            once_more = replace(flight, step=Step(requests), counts=[1] * len(requests))
+            once_more = replace(running, step=Step(requests), counts=[1] * len(requests))
             ended, count = super().collect(once_more, tokens)
             finished += ended
             new_tokens += count
