@@ -129,8 +129,8 @@ class BatchGenerator(TogetherCalls):
         schema, regex, grammar, choice: which form answers have: JSON of a schema, a regular expression, a grammar in
             Lark, or one of some strings. One for all prompts, or a list with one for each, in which None leaves an
             answer free. Needs the extra ``json``.
-        logprobs, prompt_logprobs: for a list of prompts, how many of the likeliest tokens to give at each position; see
-            Generation.
+        logprobs, prompt_logprobs: for a list of prompts, how many of the most likely tokens to give at each position;
+            see Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator. Or a list, one for each prompt: the
             samples of a prompt then depend neither on its place in the list nor on the other prompts.
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.

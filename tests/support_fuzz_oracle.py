@@ -251,7 +251,7 @@ def _same_values(found: dict[int, float], expected: torch.Tensor, token: int, wh
         best = expected.topk(len(found) - 1).values.tolist()
         for value, other in zip(sorted(found.values(), reverse=True), best, strict=False):
             close = math.isclose(value, other, abs_tol=rough * CLOSE)
-            expect(close, f"{what}: {value} is among the likeliest, not {other}")
+            expect(close, f"{what}: {value} is among the most likely, not {other}")
 
 
 def _check_finish(model: Any, row: Generation, ask: Ask, options: Options) -> None:

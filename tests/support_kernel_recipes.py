@@ -25,7 +25,6 @@ from hf_batchllm.kernels.triton import (
     fixed_attention_triton,
     gated_ops_triton,
     layer_ops_triton,
-    likeliest_triton,
     pages_triton,
     penalties_triton,
     prefill_triton,
@@ -37,6 +36,7 @@ from hf_batchllm.kernels.triton import (
     token_edits_triton,
     token_masks_triton,
     top_k_top_p_triton,
+    top_logprobs_triton,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -131,7 +131,7 @@ def before_sampling() -> None:
     penalties_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
     for out in (logits, None):
         token_masks_triton.mask_tokens(logits, seen, line=line, out=out)
-    likeliest_triton.note_likeliest(logits, line.long(), _ints(ROWS, 4, 20), zeros(ROWS, 4, 21, dtype=FP32), line)
+    top_logprobs_triton.note_top_logprobs(logits, line.long(), _ints(ROWS, 4, 20), zeros(ROWS, 4, 21, dtype=FP32), line)
 
 
 def edits() -> None:

@@ -24,7 +24,7 @@ def assert_right(
     scores: Scores | None = None,
     near: float = 2e-4,
 ) -> None:
-    """The chosen token and the ``k`` likeliest have what the raw logits say, or ``scores``, if there are such."""
+    """The chosen token and the ``k`` most likely have what the raw logits say, or ``scores``, if there are such."""
     rows = [(*row.prompt_token_ids, *row.token_ids) for row in result]
     for row, ids, logits in zip(result, rows, logits_of_rows(model, rows), strict=True):
         first, logits = len(row.prompt_token_ids), logits.float().cpu()

@@ -22,7 +22,7 @@ EXACT, REFUSED, LATE, WRONG, NOT_BUILT = "exact", "refused", "refused late", "wr
 BAD = (WRONG, LATE, NOT_BUILT)  # the worst first
 CLOSE = 1e-3  # of log-probabilities
 NEW_TOKENS = 6
-_LIKELIEST = 4  # tokens whose log-probabilities are compared at each place, besides the chosen one
+_TOP_LOGPROBS = 4  # tokens whose log-probabilities are compared at each place, besides the chosen one
 _FIRST_ID, _IDS = 3, 94  # what prompts are made of: no special token
 
 # Classes whose own ``generate`` does not run on text alone, or not at all, though nothing is wrong with the tiny model.
@@ -104,7 +104,7 @@ def compared(
 ) -> Outcome:
     error: Exception | None = None
     try:
-        ours = generator.generate([list(row) for row in rows], max_new_tokens=new_tokens, logprobs=_LIKELIEST)
+        ours = generator.generate([list(row) for row in rows], max_new_tokens=new_tokens, logprobs=_TOP_LOGPROBS)
     except Exception as raised:
         error = raised
     finally:
@@ -158,7 +158,7 @@ def _difference_of_steps(
     if not any(mixers(model)):
         return 0.0
     steps, whole = (each.float().log_softmax(dim=-1) for each in (logits, _in_one_pass(model, row, tokens)))
-    likely = steps.topk(_LIKELIEST).indices
+    likely = steps.topk(_TOP_LOGPROBS).indices
     return float((steps.gather(1, likely) - whole.gather(1, likely)).abs().max())
 
 

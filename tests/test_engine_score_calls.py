@@ -201,7 +201,7 @@ def a_result() -> ScoreResult:
     )
 
 
-def test_the_likeliest_of_each_context() -> None:
+def test_the_most_likely_of_each_context() -> None:
     result = a_result()
     assert result.best() == result.best(per="total") == [0, 0, 0]
     assert result.best(per="token") == [1, 0, 0]
@@ -214,7 +214,7 @@ def test_the_likeliest_of_each_context() -> None:
         without.best(per="character")
 
 
-def test_nothing_is_the_likeliest_where_the_model_gives_no_number() -> None:
+def test_nothing_is_the_most_likely_where_the_model_gives_no_number() -> None:
     scores = [Score(0, 0, "a", [5], [math.nan], False), Score(0, 1, "b", [6], [-1.0], False)]
     sure = [Score(1, 0, "a", [5], [-2.0], False), Score(1, 1, "b", [6], [-1.0], False)]
     never = [Score(2, choice, "a", [5], [-math.inf], False) for choice in (0, 1)]

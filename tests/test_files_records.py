@@ -91,7 +91,7 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
         (b'{"prompt": "x", "max_tokens": "5"}', "`max_tokens` must be a whole number, not '5'"),
         (b'{"prompt": "x", "max_tokens": 0}', "`max_tokens` must be at least 1, but is 0"),
         (b'{"prompt": "x", "temperature": true}', "`temperature` must be a number, not True"),
-        (b'{"prompt": "x", "temperature": -1}', "`temperature` must be 0 (for the likeliest token) or more"),
+        (b'{"prompt": "x", "temperature": -1}', "`temperature` must be 0 (for the most likely token) or more"),
         (b'{"prompt": "x", "temperature": 0, "do_sample": true}', "is 0, and sampling needs a temperature above 0"),
         (b'{"prompt": "x", "stop": ["a", 3]}', "`stop` must be a string, or a list of strings"),
         (b'{"prompt": "x", "stop": ""}', "`stop` is '', and an empty string ends nothing"),

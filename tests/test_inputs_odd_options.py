@@ -161,7 +161,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"stop_strings": ["a", ""]}, "an empty string ends nothing"),
     ({"max_time": "1"}, "`max_time` must be a number, not '1'"),
     ({"max_time": True}, "`max_time` must be a number, not True"),
-    ({"logprobs": -1}, "must be a whole number of at least 0: how many of the likeliest tokens come besides"),
+    ({"logprobs": -1}, "must be a whole number of at least 0: how many of the most likely tokens come besides"),
     ({"logprobs": "yes"}, "besides the token itself, not 'yes'"),
     ({"logprobs": 1.0}, "not 1.0"),
     ({"prompt_logprobs": "5"}, "`prompt_logprobs` must be a whole number of at least 0"),

@@ -201,9 +201,9 @@ def test_log_likelihoods(given: dict[str, Any]) -> None:
 def test_greedy_answers_are_told() -> None:
     theirs, ours = pair(bos=False)
     ids = eval_tokenizer(bos=False)("the dog sat on", return_tensors="pt").input_ids
-    likeliest = eval_model().generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :].tolist()
-    other = [likeliest[0], (likeliest[1] + 1) % 300 + 50, likeliest[2]]
-    requests = [(None, ids[0].tolist(), each) for each in (likeliest, likeliest[:1], other, other[:2])]
+    most_likely = eval_model().generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :].tolist()
+    other = [most_likely[0], (most_likely[1] + 1) % 300 + 50, most_likely[2]]
+    requests = [(None, ids[0].tolist(), each) for each in (most_likely, most_likely[:1], other, other[:2])]
     found, expected = (each._loglikelihood_tokens(requests, disable_tqdm=True) for each in (ours, theirs))
     assert [greedy for _, greedy in found] == [True, True, False, False]
     assert_close(found, expected)

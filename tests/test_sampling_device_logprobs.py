@@ -18,8 +18,8 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
 from hf_batchllm.engine.loop import Engine
-from hf_batchllm.kernels.reference import likeliest_torch
-from hf_batchllm.kernels.triton import likeliest_triton
+from hf_batchllm.kernels.reference import top_logprobs_torch
+from hf_batchllm.kernels.triton import top_logprobs_triton
 
 PROMPTS = random_prompts(random.Random(3), 97, "mixed", 18)[:10]
 
@@ -113,11 +113,11 @@ def check_kernel(seed: int, rows: int, vocabulary: int, k: int, places: int, dty
     picked[rows // 2] = -1
     made = torch.randint(0, 50, (rows,), generator=generator).to([torch.int32, torch.int64][seed % 2])
     results = []
-    for module, where in ((likeliest_torch, "cpu"), (likeliest_triton, DEVICE)):
+    for module, where in ((top_logprobs_torch, "cpu"), (top_logprobs_triton, DEVICE)):
         ids = torch.full((rows, places, k), -7, dtype=torch.int32, device=where)
         values = torch.full((rows, places, k + 1), -7.0, device=where)
         given = made.to(where) if places > 1 else None
-        module.note_likeliest(logits.to(where), picked.to(where), ids, values, given)
+        module.note_top_logprobs(logits.to(where), picked.to(where), ids, values, given)
         results.append((ids.cpu(), values.cpu()))
     (their_ids, theirs), (our_ids, ours) = results
     assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -22,7 +22,7 @@ from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine import extra_outputs
 from hf_batchllm.engine.extra_outputs import ExtraOutputs
 from hf_batchllm.errors import OptionValueError
-from hf_batchllm.kernels.reference.likeliest_torch import likeliest
+from hf_batchllm.kernels.reference.top_logprobs_torch import most_likely
 from hf_batchllm.sampling import logprobs as logprobs_module
 from hf_batchllm.sampling.logprobs import log_probs, log_probs_of_tokens
 
@@ -96,7 +96,7 @@ def test_they_are_of_raw_logits_whatever_is_done_to_them() -> None:
     lengths = {len(generation.token_ids) for generation in result}
     assert len(lengths) > 1 and min(lengths) >= 3
     assert any(len(entry) == 4 for each in result for entry in each.logprobs), (
-        "no token was chosen that is not among the likeliest"
+        "no token was chosen that is not among the most likely"
     )
 
 
@@ -126,7 +126,7 @@ def test_of_equals_the_lowest_are_named(letters: int, k: int) -> None:
     scores = torch.randint(letters, (7, 3000), generator=generator).float()
     scores[3, 7:] = scores[4, : 3000 - k // 2] = -torch.inf  # little is left to choose from
     expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    assert torch.equal(likeliest(scores, k)[1], expected)
+    assert torch.equal(most_likely(scores, k)[1], expected)
     for row in range(7):
         (entry,) = log_probs(scores[row : row + 1], np.array([0]), [int(expected[row, 0])], k)
         assert list(entry) == expected[row].tolist()

@@ -141,9 +141,9 @@ _SHOWN = {
     "max_prompt_tokens": _Shown("N", "cut longer prompts, instead of running them whole"),
     "truncation_side": _Shown("SIDE", "where they are cut: left (the default: the end of a prompt stays) or right"),
     "max_new_tokens": _Shown("N", "longest answer, in tokens (default: the model's, or 20)"),
-    "temperature": _Shown("T", "above 0: sample; 0: always take the likeliest token"),
-    "top_p": _Shown("P", "sample from the likeliest tokens that make up P together"),
-    "top_k": _Shown("K", "sample from the K likeliest tokens (generate's default: 50)"),
+    "temperature": _Shown("T", "above 0: sample; 0: always take the most likely token"),
+    "top_p": _Shown("P", "sample from the most likely tokens that make up P together"),
+    "top_k": _Shown("K", "sample from the K most likely tokens (generate's default: 50)"),
     "num_return_sequences": _Shown("N", "answers to each prompt"),
     "seed": _Shown("N", "seed of sampling (default: a random one, kept beside OUT; with --shard, one made of IN)"),
     "stop": _Shown("TEXT", "text that ends an answer; may be given several times. \\n is understood", unescaped),
@@ -151,7 +151,7 @@ _SHOWN = {
     "regex": _Shown("REGEX", "answers match this regular expression", str),
     "grammar": _Shown("FILE", "answers are of the grammar in this file, in Lark", text_of),
     "choice": _Shown("TEXT", "answers are one of these texts; to be given several times", str),
-    "logprobs": _Shown("K", "write log-probabilities of new tokens, and of the K likeliest ones"),
+    "logprobs": _Shown("K", "write log-probabilities of new tokens, and of the K most likely ones"),
 }
 _BY_SETTING = {ALIASES.get(name, name): shown for name, shown in _SHOWN.items()}
 _SEVERAL = ("stop_strings", "choice")  # given once for each text

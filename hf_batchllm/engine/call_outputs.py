@@ -81,7 +81,7 @@ class CallOutputs(ABC):
         return None
 
     @property
-    def likeliest(self) -> int:
+    def top_logprobs(self) -> int:
         """Tokens whose log-probabilities are wanted at a position, beside the one that stands there."""
         return 0
 

@@ -59,7 +59,7 @@ class ExtraOutputs(CallOutputs):
         return self._prompts
 
     @property
-    def likeliest(self) -> int:
+    def top_logprobs(self) -> int:
         return max((each.k for each in (self._new_tokens, self._prompts) if each is not None), default=0)
 
     @property

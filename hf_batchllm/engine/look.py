@@ -19,9 +19,9 @@ def look_at_plan(
 ) -> None:
     """Refuse what differs from batch to batch, where results may not, and say what makes steps larger."""
     config = resources.config
-    likeliest = MOST_LIKELY if outputs.likeliest > MOST_LIKELY else None
+    top_logprobs = MOST_LIKELY if outputs.top_logprobs > MOST_LIKELY else None
     device, beams = resources.architecture.device, job.widths is not None
-    refuse_calls_that_vary(config, device, images=images is not None, beams=beams, most_likely=likeliest)
+    refuse_calls_that_vary(config, device, images=images is not None, beams=beams, most_likely=top_logprobs)
     most, uncut = config.max_batch_tokens, longest_uncut(plan.prompts)
     if most is not None and most < uncut:
         resources.notices(

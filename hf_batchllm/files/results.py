@@ -144,7 +144,7 @@ def _enveloped(record: PromptRecord | BadPromptRecord, key: str, status: int, bo
     }
 
 
-Step = tuple[int, Mapping[int, float]]  # the token that was chosen; log-probabilities of it and of the likeliest
+Step = tuple[int, Mapping[int, float]]  # the token that was chosen; log-probabilities of it and of the most likely
 
 
 def _chat_logprobs(steps: Sequence[Step], wanted: int, tokens: TokenTexts) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class SampleFields:
         self._token_ids = token_ids
 
     def of(self, generation: Generation, logprobs: int | None) -> dict[str, Any]:
-        """``logprobs``: how many of the likeliest tokens are wanted; None for no log-probabilities."""
+        """``logprobs``: how many of the most likely tokens are wanted; None for no log-probabilities."""
         made: dict[str, Any] = {
             "text": generation.text,
             "finish_reason": generation.finish_reason,

@@ -320,12 +320,12 @@ def _checked(name: str, known: str, value: Any) -> Any:
 
 
 def _settle_temperature(options: dict[str, Any]) -> None:
-    """Without ``do_sample``, a temperature above 0 means sampling, and 0 means the likeliest token."""
+    """Without ``do_sample``, a temperature above 0 means sampling, and 0 means the most likely token."""
     temperature = options.get("temperature")
     if temperature is None:
         return
     if temperature < 0:
-        raise SettingError("temperature", f"must be 0 (for the likeliest token) or more, and is {temperature:g}")
+        raise SettingError("temperature", f"must be 0 (for the most likely token) or more, and is {temperature:g}")
     if temperature > 0:
         options.setdefault("do_sample", True)
         return

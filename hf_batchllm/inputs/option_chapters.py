@@ -313,7 +313,7 @@ class Results(TypedDict, total=False):
     logprobs: Annotated[
         int | bool | None,
         added(_STEP, **_LOGPROBS),
-        "`k`: for each new token its own log-probability and those of the `k` likeliest tokens. 0, or True, for its "
+        "`k`: for each new token its own log-probability and those of the `k` most likely tokens. 0, or True, for its "
         "own alone.",
     ]
     top_logprobs: int | None  # OpenAI's number beside `logprobs=True`: see other_names

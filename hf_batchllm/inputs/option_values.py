@@ -126,7 +126,7 @@ _RIGHT: dict[Takes, Callable[[Any], bool]] = {
 }
 _LOGPROBS = (
     lambda value: isinstance(value, bool) or (is_whole(value) and value >= 0),
-    "a whole number of at least 0: how many of the likeliest tokens come besides the token itself",
+    "a whole number of at least 0: how many of the most likely tokens come besides the token itself",
 )
 _OF_THEIR_OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": _LOGPROBS,

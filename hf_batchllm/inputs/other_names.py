@@ -81,7 +81,7 @@ def by_our_names(given: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
 
 
 def wanted_logprobs(asked: Any, top: Any, refusal: Refusal) -> int | None:
-    """How many likeliest tokens are wanted beside the chosen one; given as a number, or as OpenAI's flag and number."""
+    """How many of the most likely tokens are wanted: given as a number, or as OpenAI's flag and number."""
     if top is not None:
         if not is_whole(top) or top < 0:
             raise refusal("top_logprobs", f"must be a whole number of at least 0, not {shown(top)}")

@@ -30,7 +30,7 @@ _NOT_IN_SCORE = {
     **dict.fromkeys(
         ("logprobs", "prompt_logprobs", "top_logprobs", "echo"),
         "is not an option of score(): each result has `.logprobs`, one for each of its tokens, and `.logprob`, their "
-        "sum. The likeliest other tokens come with generate(texts, max_new_tokens=1, prompt_logprobs=5)",
+        "sum. The most likely other tokens come with generate(texts, max_new_tokens=1, prompt_logprobs=5)",
     ),
     **dict.fromkeys(
         ("normalize", "length_normalization", "length_penalty"),

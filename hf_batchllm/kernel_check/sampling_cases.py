@@ -66,11 +66,11 @@ def sampling(where: Where) -> Cases:
         given, line = logits(), (numbers.flip(0) % 5 - 1).int()
         held("token_masks", "mask_tokens", given, bits, line=line, out=given if in_place else None, exact=True)
 
-    def likeliest(k: int) -> None:
+    def most_likely(k: int) -> None:
         ids = torch.zeros(_ROWS, 3, k, dtype=torch.int32, device=where.device)
         values = torch.zeros(_ROWS, 3, k + 1, dtype=torch.float32, device=where.device)
         # Of equals that 16-bit logits have, either token will do.
-        held("likeliest", "note_likeliest", logits(), numbers * 7 - 1, ids, values, numbers, but=_ROWS)
+        held("top_logprobs", "note_top_logprobs", logits(), numbers * 7 - 1, ids, values, numbers, but=_ROWS)
 
     def tails(each_its_own: bool) -> None:
         """``each_its_own``: ways of each row, of what a cutoff has left."""
@@ -148,8 +148,8 @@ def sampling(where: Where) -> Cases:
         "tails of what is left, rows of their own": partial(tails, each_its_own=True),
         "single logits": partial(edits, kinds=1),
         "single logits, rows of their own": partial(edits, kinds=3),
-        "log-probabilities": partial(likeliest, k=0),
-        "log-probabilities of the likeliest": partial(likeliest, k=5),
+        "log-probabilities": partial(most_likely, k=0),
+        "log-probabilities of the most likely": partial(most_likely, k=5),
         "steps of rows": partial(steps, sets=False),
         "steps of rows, ends of their own": partial(steps, sets=True),
         **{f"cutoffs, {', '.join(options)}": partial(cutoffs, temperature=0.7, **options) for options in _CUTS},

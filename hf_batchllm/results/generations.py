@@ -36,8 +36,8 @@ class Generation:
     finish_reason: "stop" (EOS, a stop string, a criterion), "length" (the limit of new tokens was reached), "time"
         (``max_time`` was over; there may be no new token at all), "error".
     logprobs: with ``generate(..., logprobs=k)``, a dict {token id: log-probability} for each of ``token_ids``. It holds
-        the k likeliest tokens, the likeliest first, and the chosen token (the last of k + 1 if it is not among the k),
-        so ``g.logprobs[t][g.token_ids[t]]`` is always there. With k = 0 it holds the chosen token alone. The values
+        the k most likely tokens, the best first, and the chosen token (the last of k + 1 if it is not among the
+        k), so ``g.logprobs[t][g.token_ids[t]]`` is always there. With k = 0 it holds the chosen token alone. The values
         are the log-softmax, in float32, of the model's own logits, before processors, temperature and the like.
     prompt_logprobs: with ``prompt_logprobs=k``, the same for each of ``prompt_token_ids``, given the tokens before it.
         None for the first token, and for tokens that the model had not reached when ``max_time`` was over. Prompts that

@@ -37,7 +37,7 @@ class Score:
     token_ids: the tokens that were scored. A token that spans context and continuation is the first of them.
     logprobs: the log-probability of each token, given everything before it: the log-softmax, in float32, of the
         model's own logits.
-    is_greedy: whether each token is the likeliest one in its place (among equals, the one with the lowest id).
+    is_greedy: whether each token is the most likely one in its place (among equals, the one with the lowest id).
     error: why there is no score; ``token_ids`` is then empty, and ``logprob`` is NaN.
     context: the context as it was passed: a string, or a chat as a list of messages. None where token ids were passed,
         and for whole texts. Two scores are compared without it.
@@ -127,14 +127,14 @@ class ScoreResult(Rows[Score]):
         return [list(scores) for _, scores in groupby(self, key=attrgetter("index"))]
 
     def best(self, per: str = "total") -> list[int | None]:
-        """Which continuation of each context is the likeliest; the first one among equals.
+        """Which continuation of each context is the most likely; the first one among equals.
 
         per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
             "character" and "byte" (of its text in UTF-8) divide each by its length.
 
         There is a number for each of ``by_context``, 0 where there is one continuation alone (as of whole texts). It is
         None if one of the context's continuations could not be scored, has a log-probability of NaN, or is missing
-        (after an interrupt, in a slice): it may be the likeliest.
+        (after an interrupt, in a slice): it may be the most likely.
         """
         if not isinstance(per, str) or per not in _PER:
             hint = did_you_mean(str(per), _PER, form="'{}'")
@@ -143,7 +143,7 @@ class ScoreResult(Rows[Score]):
             raise OptionValueError("per", f"is {per!r}, and there is no text to measure: pass a tokenizer")
         value = _PER[per]
 
-        def likeliest(scores: list[Score]) -> int | None:
+        def most_likely(scores: list[Score]) -> int | None:
             if scores[0].index in self._cut_short:
                 return None
             values = [value(score) for score in scores]  # NaN for an error
@@ -151,7 +151,7 @@ class ScoreResult(Rows[Score]):
                 return None
             return scores[values.index(max(values))].choice
 
-        return [likeliest(scores) for scores in self.by_context]
+        return [most_likely(scores) for scores in self.by_context]
 
     @property
     def probabilities(self) -> list[list[float]]:
@@ -190,9 +190,9 @@ class ScoreResult(Rows[Score]):
         lines: list[str] = []
         for at in (*range(first), *range(last, len(contexts))):
             scores = contexts[at]
-            likeliest = best[at] if len(scores) > 1 else None
+            most_likely = best[at] if len(scores) > 1 else None
             rows = [
-                _cells(score, share if compared else None, score.choice == likeliest)
+                _cells(score, share if compared else None, score.choice == most_likely)
                 for score, share in zip(scores[:_MOST_ROWS], among[at], strict=False)
             ]
             beside = [("hfb-num hfb-dim hfb-at", text(scores[0].index))]

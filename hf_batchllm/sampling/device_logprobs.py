@@ -18,7 +18,7 @@ MOST_LIKELY = 32  # tokens beside the picked one: the kernel finds one after the
 class NotedRows:
     """What was noted of some rows, on their device or, as arrays, on the host."""
 
-    ids: torch.Tensor  # [rows, places, k] int32  the likeliest tokens
+    ids: torch.Tensor  # [rows, places, k] int32  the most likely tokens
     values: torch.Tensor  # [rows, places, k + 1] float32  their log-probabilities, then that of the picked token
 
     def first(self, rows: int) -> NotedRows:
@@ -31,7 +31,7 @@ class NotedRows:
 
 
 class DeviceLogProbs:
-    """Notes the log-probabilities of picked tokens, and of the ``k`` likeliest beside each.
+    """Notes the log-probabilities of picked tokens, and of the ``k`` most likely beside each.
 
     scores: gives what the latest tokens were drawn from, where that is asked for in place of the model's logits.
     """
@@ -42,7 +42,7 @@ class DeviceLogProbs:
         self.k = k
         self._scores = scores
         self._device = device
-        self._note = kernels.note_likeliest
+        self._note = kernels.note_top_logprobs
 
     def room(self, rows: int, places: int = 1) -> NotedRows:
         with torch.inference_mode(False):  # a later step may run outside of it

@@ -13,7 +13,7 @@ import torch
 
 from ..inputs.images.prompt_images import FIRST_KEY
 from ..inputs.prompts import Prompt
-from ..kernels.reference.likeliest_torch import note_likeliest
+from ..kernels.reference.top_logprobs_torch import note_top_logprobs
 from ..model.transfers import start_copy_to_host, to_device
 from ..planning.requests_and_prefixes import Request, Unit
 from ..planning.step import Chunk
@@ -21,7 +21,7 @@ from .device_logprobs import MOST_LIKELY
 from .device_options import may_pick_on
 from .sampling_kernels import sampling_kernels
 
-LogProbs = dict[int, float]  # token id -> log-probability, the likeliest first
+LogProbs = dict[int, float]  # token id -> log-probability, the most likely first
 PickTokens = Callable[[torch.Tensor, Sequence[Request]], list[int]]  # as HostSampler
 
 LOGITS_AT_ONCE = 1 << 25  # numbers that are copied to float32 at a time
@@ -29,7 +29,7 @@ _LOGITS_PER_CPU_THREAD = 1 << 20  # so many stay in a core's cache
 
 
 class NewTokenLogProbs:
-    """The log-probabilities of new tokens: of each chosen one, and of the ``k`` likeliest beside it."""
+    """The log-probabilities of new tokens: of each chosen one, and of the ``k`` most likely beside it."""
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -49,7 +49,7 @@ class NewTokenLogProbs:
     def put(self, requests: Sequence[Request], tokens: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
         """Take down what the device has noted: of each of ``tokens`` [requests, times], where it is not negative.
 
-        ids: [requests, times, k], the likeliest first. values: [requests, times, k + 1], that of the token last.
+        ids: [requests, times, k], the most likely first. values: [requests, times, k + 1], that of the token last.
         """
         for request, its, others, found in zip(requests, tokens.tolist(), ids.tolist(), values.tolist(), strict=True):
             if request.finish_reason is not None:
@@ -121,7 +121,7 @@ class _Asker:
 
 
 class PromptLogProbs:
-    """The log-probabilities of prompts' tokens, and of the ``k`` likeliest at their positions.
+    """The log-probabilities of prompts' tokens, and of the ``k`` most likely at their positions.
 
     Each position is looked at once, however many prompts share it. The logits at a prefix's position give the
     log-probabilities of its own next token, and of the first tokens of the units that branch off there.
@@ -226,7 +226,7 @@ class PromptLogProbs:
 
 
 def log_probs(logits: torch.Tensor, rows: np.ndarray, tokens: Sequence[int], k: int) -> list[LogProbs]:
-    """For each pair of a row of ``logits`` [n, vocabulary] and a token: the ``k`` likeliest tokens, and that one."""
+    """For each pair of a row of ``logits`` [n, vocabulary] and a token: the ``k`` most likely tokens, and that one."""
     return start_log_probs(logits, rows, tokens, k)()
 
 
@@ -259,13 +259,13 @@ def start_log_probs(
 def _noted(
     logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, k: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # [pairs, k], [pairs, k], [pairs]
-    """The likeliest tokens of some pairs, in their order, the log-probabilities of these, and those of their own."""
+    """The most likely tokens of some pairs, in their order, the log-probabilities of these, and those of their own."""
     device, at_once = logits.device, LOGITS_AT_ONCE
     if device.type == "cpu":
         at_once = _LOGITS_PER_CPU_THREAD * torch.get_num_threads()
-    note = note_likeliest
+    note = note_top_logprobs
     if k <= MOST_LIKELY and may_pick_on(device):  # as for tokens that are picked there: to the last bit
-        note = sampling_kernels(device).note_likeliest
+        note = sampling_kernels(device).note_top_logprobs
     every = to_device(tokens, device)
     size = max(1, at_once // logits.shape[-1])
     for begin in range(0, len(rows), size):
@@ -284,7 +284,7 @@ def log_probs_of_tokens(
     logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [pairs] float32, [pairs] bool
     """For each pair of a row of ``logits`` [n, vocabulary] (in order) and a token: its log-probability, and whether it
-    is the likeliest, the first one among equals. Both stay on the device.
+    is the most likely, the first one among equals. Both stay on the device.
     """
     best, _, own = map(torch.cat, zip(*_noted(logits, rows, tokens, 1), strict=True))
     return own, best[:, 0] == to_device(tokens, logits.device)

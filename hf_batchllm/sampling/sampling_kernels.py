@@ -12,7 +12,7 @@ from ..kernel_check.trust import refusal
 
 # The module of each, with ``_triton`` or ``_torch`` behind its name.
 _HOMES = {
-    "likeliest": ("note_likeliest",),
+    "top_logprobs": ("note_top_logprobs",),
     "penalties": ("penalise", "mark_seen"),
     "sample": ("greedy", "gumbel_sample", "advance"),
     "tails": ("tail_cuts",),
@@ -33,7 +33,7 @@ class SamplingKernels:
     penalise: Callable[..., torch.Tensor]
     mark_seen: Callable[..., None]
     advance: Callable[..., None]
-    note_likeliest: Callable[..., None]
+    note_top_logprobs: Callable[..., None]
     edit_tokens: Callable[..., None]
     ban_repeats: Callable[..., None]
     force_tokens: Callable[..., None]

@@ -31,7 +31,7 @@ class AssistantPick:
         plain = picking.grammars is None and all(each in picking.edits for each in picking.different_options)
         seated = picking.on_device(requests)[0] if plain else None
         if seated is None or any(map(seated.looks_back, requests)):
-            return AssistantPick(_likeliest)  # more than logits and noise tells what the answer's token is
+            return AssistantPick(_most_likely)  # more than logits and noise tells what the answer's token is
         if on_device:
             return AssistantPick(seated)
         sampler = picking.by_host(None, notices, requests)
@@ -39,7 +39,7 @@ class AssistantPick:
         def by_host(logits: torch.Tensor, shadows: Sequence[Request]) -> torch.Tensor:
             return sampler.without_waiting(logits.float(), shadows)
 
-        return AssistantPick(_likeliest, by_host)
+        return AssistantPick(_most_likely, by_host)
 
     def _seated(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         seats = to_device(np.array([request.seat for request in requests], dtype=np.int64), logits.device)
@@ -47,5 +47,5 @@ class AssistantPick:
         return self.in_graphs(logits, seats, made)
 
 
-def _likeliest(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+def _most_likely(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.argmax(dim=-1)

@@ -140,11 +140,11 @@ class DraftsAhead(Drafts):
             self._settled += 1  # rows that are there cost nothing
             return guesses
         self._settled, self._asked = 0, True
-        likeliest, speed = self._best(rows, self._chances(guesses))
+        most_likely, speed = self._best(rows, self._chances(guesses))
         ahead = self._seconds_of(size_of(rows))
         if ahead is not None and speed * ahead <= _ENOUGH * rows:
             return {}
-        counts = np.bincount(likeliest, minlength=len(guesses)).tolist()
+        counts = np.bincount(most_likely, minlength=len(guesses)).tolist()
         return first_of(guesses, dict(zip(guesses, counts, strict=True)))
 
     def _chances(self, guesses: dict[Request, list[int]]) -> np.ndarray:  # [requests, most]
@@ -239,8 +239,8 @@ class DraftsAhead(Drafts):
         if not guesses:
             return 0, 0.0
         chances, rows = self._chances(guesses), len(requests)
-        likeliest, speed = self._best(rows, np.resize(chances, (rows, chances.shape[1])))
-        return len(likeliest), speed
+        most_likely, speed = self._best(rows, np.resize(chances, (rows, chances.shape[1])))
+        return len(most_likely), speed
 
     def _graphs_are_there(self, step: Step, tokens: int) -> bool:
         """Captured while the device is at work on bursts: between steps with drafts it would wait.

@@ -1,4 +1,4 @@
-"""Log-probabilities of picked tokens and of the likeliest beside them, in Triton; reference: ``likeliest_torch``.
+"""Log-probabilities of picked tokens and of the most likely beside them, in Triton; reference: ``top_logprobs_torch``.
 
 Blocks of the vocabulary are surveyed first: the mass of each, and the best of its tokens. Then one block for each row
 puts them together and writes what was asked for to the row's place.
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-LIKELIEST_BLOCK = 4096  # tokens of the vocabulary
+TOP_LOGPROBS_BLOCK = 4096  # tokens of the vocabulary
 
 _INFINITY = tl.constexpr(float("inf"))
 _BEYOND = tl.constexpr(2**31 - 1)
@@ -24,7 +24,7 @@ def _ranked(scores):
 
 
 @triton.jit
-def _survey_likeliest(
+def _survey_top_logprobs(
     logits, row_stride, block_best, block_mass, found_score, found_token,
     K: tl.constexpr,
     VOCABULARY: tl.constexpr,
@@ -52,7 +52,7 @@ def _survey_likeliest(
 
 # The number of rows decides on the alignment of some of these: do not compile for it.
 @triton.jit(do_not_specialize_on_alignment=["picked", "made", "block_mass"])
-def _note_likeliest(
+def _note_top_logprobs(
     logits, row_stride, picked, made, block_best, block_mass, found_score, found_token, ids, values,
     BY_PLACE: tl.constexpr,
     PLACES: tl.constexpr,
@@ -89,29 +89,29 @@ def _note_likeliest(
             left = left & (tokens != which)
 
 
-def note_likeliest(
+def note_top_logprobs(
     logits: torch.Tensor,  # [rows, vocabulary]
     picked: torch.Tensor,  # [rows] int64  -1: none, whose log-probability is NaN
-    ids: torch.Tensor,  # [rows, places, k] int32  gets the k likeliest tokens, the lowest first among equals
+    ids: torch.Tensor,  # [rows, places, k] int32  gets the k most likely tokens, the lowest first among equals
     values: torch.Tensor,  # [rows, places, k + 1] float32  gets their log-probabilities, then that of the picked token
     made: torch.Tensor | None = None,  # [rows]  each row's place is this, modulo ``places``; None: the only place
 ) -> None:
-    """Write the log-probabilities (of the logits as they are) of each row's token and its ``k`` likeliest ones."""
+    """Write the log-probabilities (of the logits as they are) of each row's token and its ``k`` most likely ones."""
     rows, vocabulary = logits.shape
     places, k = ids.shape[1:]
     assert logits.stride(1) == 1 and ids.is_contiguous() and values.is_contiguous() and k <= vocabulary
     assert made is not None or places == 1
     if not rows:
         return
-    blocks, device = triton.cdiv(vocabulary, LIKELIEST_BLOCK), logits.device
+    blocks, device = triton.cdiv(vocabulary, TOP_LOGPROBS_BLOCK), logits.device
     bests, masses = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
     scores = torch.empty(rows, blocks, k, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, blocks, k, dtype=torch.int32, device=device)
-    shape = {"K": k, "VOCABULARY": vocabulary, "BLOCK": LIKELIEST_BLOCK}
-    _survey_likeliest[(rows * blocks,)](
+    shape = {"K": k, "VOCABULARY": vocabulary, "BLOCK": TOP_LOGPROBS_BLOCK}
+    _survey_top_logprobs[(rows * blocks,)](
         logits, logits.stride(0), bests, masses, scores if k else bests, tokens if k else bests, **shape, num_warps=8
     )
-    _note_likeliest[(rows,)](
+    _note_top_logprobs[(rows,)](
         logits, logits.stride(0), picked, picked if made is None else made, bests, masses, scores if k else bests,
         tokens if k else bests, ids if k else values, values, BY_PLACE=made is not None, PLACES=places, **shape,
         num_warps=4,

@@ -1,4 +1,4 @@
-"""The plain PyTorch reference of ``likeliest_triton``: same signature, same results but for rounding."""
+"""The plain PyTorch reference of ``top_logprobs_triton``: same signature, same results but for rounding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 _MORE = 16  # are looked at than are asked for, so that those which are as good as the last one are among them
 
 
-def note_likeliest(
+def note_top_logprobs(
     logits: torch.Tensor,  # [rows, vocabulary]
     picked: torch.Tensor,  # [rows] int64  -1: none, whose log-probability is NaN
-    ids: torch.Tensor,  # [rows, places, k] int32  gets the k likeliest tokens, the lowest first among equals
+    ids: torch.Tensor,  # [rows, places, k] int32  gets the k most likely tokens, the lowest first among equals
     values: torch.Tensor,  # [rows, places, k + 1] float32  gets their log-probabilities, then that of the picked token
     made: torch.Tensor | None = None,  # [rows]  each row's place is this, modulo ``places``; None: the only place
 ) -> None:
-    """Write the log-probabilities (of the logits as they are) of each row's token and its ``k`` likeliest ones."""
+    """Write the log-probabilities (of the logits as they are) of each row's token and its ``k`` most likely ones."""
     rows, places, k = ids.shape
     row = torch.arange(rows, device=logits.device)
     place = row * 0 if made is None else made.long() % places
@@ -26,12 +26,12 @@ def note_likeliest(
     if not k:
         values[row, place] = chosen
         return
-    best, tokens = likeliest(scores, k)
+    best, tokens = most_likely(scores, k)
     ids[row, place] = tokens.int()
     values[row, place] = torch.cat([best - of_all, chosen], dim=1)
 
 
-def likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, k], [rows, k]
+def most_likely(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, k], [rows, k]
     """The ``k`` best of each row of ``scores`` [rows, vocabulary] and their tokens, the lowest first among equals.
 
     Of equals, ``topk`` takes any: which ones, may depend on other rows.
