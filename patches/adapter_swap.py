@@ -67,14 +67,14 @@ class AdapterSwap(Swap):
     def __init__(self, model: nn.Module, adapters: Mapping[str, Any]) -> None:
         super().__init__()
         self._model = model
-        self._adapters = adapters  # the model's own mapping of names to configs: shows what the owner changes
+        self._adapters = adapters  # the model's own mapping of names to configs: shows what the user changes
         self._layers = adapted_layers(model)
         self._needed: dict[str | None, Any] = {}  # configs of the call's adapters at its start
         self._known: dict[str, Any] = {}  # all configs when the notes were learned
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []  # where the layers are
         self._attention = AttentionSwap(model)
         self._notes: dict[str | None, list[Place]] = {}
-        self._trained: list[tuple[torch.Tensor, bool]] = []  # parameters, and whether the owner trains each
+        self._trained: list[tuple[torch.Tensor, bool]] = []  # parameters, and whether the user trains each
         self.name: str | None = None  # of the adapter for the next steps
 
     def learn(self, names: Iterable[str | None]) -> dict[str | None, Hashable]:
@@ -114,11 +114,11 @@ class AdapterSwap(Swap):
             set_adapter(self._model, name, layer_cls=getattr(tuner, "tuner_layer_cls", BaseTunerLayer))
 
     def places(self) -> list[Place]:
-        self._follow_owner()
+        self._follow_user()
         return self._notes[self.name]
 
-    def _follow_owner(self) -> None:
-        """Notice what the owner has changed meanwhile: refuse it, or learn the notes again."""
+    def _follow_user(self) -> None:
+        """Notice what the user has changed meanwhile: refuse it, or learn the notes again."""
         there, known = self._adapters, self._known
         if self.name is not None and there.get(self.name) is not self._needed[self.name]:
             raise RuntimeError(f"the adapter {self.name!r} is not there any more: it was deleted while a call needs it")

@@ -63,7 +63,7 @@ class AttentionSwap:
 
 
 def steps_lock(model_config: PreTrainedConfig) -> Any:
-    """Held while steps of a model run: who else holds it sees the model as its owner left it."""
+    """Held while steps of a model run: who else holds it sees the model as its user left it."""
     return _locks.setdefault(id(model_config), threading.RLock())
 
 

@@ -7,7 +7,7 @@
     fused.restore()
     fusion.unmerge()                   # at the end of all calls
 
-Where nothing is applied the model is as its owner left it, except that merged weights lie elsewhere in memory.
+Where nothing is applied the model is as its user left it, except that merged weights lie elsewhere in memory.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class FusedLayers(Swap):
                 self._addresses.append((linear._parameters, name, _address(parameter)))
 
     def _is_out_of_date(self) -> bool:
-        """Whether the owner has changed the model since: that may happen while a stream is open."""
+        """Whether the user has changed the model since: that may happen while a stream is open."""
         return (
             any(children.get(name) is not child for children, name, child in self._places)
             or any(own.get("forward") is not before for own, _, before in self._forwards)

@@ -46,7 +46,7 @@ class GatedNorm:
 
     @property
     def form(self) -> NormForm:
-        """With what the module says of itself, read in each step: an owner may change it."""
+        """With what the module says of itself, read in each step: a user may change it."""
         own = vars(self.module)
         return NormForm(
             gate_first=not own["norm_before_gate"] if "norm_before_gate" in own else self.usual.gate_first,

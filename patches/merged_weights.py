@@ -60,7 +60,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     """A Parameter as PyTorch makes it, or one of which this process has some rows."""
     if local(parameter) is not parameter:
         return is_rows_of_it(parameter)
-    if hasattr(parameter, "ds_id"):  # whole for as long as its owner has gathered it, in memory of DeepSpeed's
+    if hasattr(parameter, "ds_id"):  # whole for as long as its user has gathered it, in memory of DeepSpeed's
         return False
     return type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor
 
@@ -103,7 +103,7 @@ def merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:  # [sum of rows, 
 def unmerge(parameter: torch.Tensor) -> bool:
     """Give it memory of its own again, if it lies in merged memory. Returns whether it did.
 
-    It stays where it is if something else holds the memory, too (a state_dict() that is kept): the owner made that tie.
+    It stays where it is if something else holds the memory, too (a state_dict() that is kept): the user made that tie.
     """
     if not _is_plain(parameter) or _whole(local(parameter)) is None or _is_held_elsewhere(local(parameter)):
         return False

@@ -1,7 +1,7 @@
 """How the routers of transformers' mixtures of experts choose, as a table.
 
 A row says which class it is for, and how that class goes from hidden states to logits, experts and shares. What a
-router holds as attributes is read in each step: it is its owner's to change.
+router holds as attributes is read in each step: it is its user's to change.
 ``tests/test_patches_experts.py`` compares each row with the class's own code.
 """
 

@@ -23,7 +23,7 @@ from .attention_swap import AttentionSwap
 
 # transformers tells a function whose name has "flash" in it where pieces end, and cuts nothing.
 TOWER_NAME = "hf_batchllm_flash_in_pieces"
-_THEIR_OWN = "sdpa"  # what is replaced: the owner may have chosen another one for a reason
+_THEIR_OWN = "sdpa"  # what is replaced: the user may have chosen another one for a reason
 
 _Pieces = list[tuple[int, torch.Tensor | None]]  # a length, and the places of all patches in pieces of it; None: all
 

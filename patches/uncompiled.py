@@ -1,4 +1,4 @@
-"""Modules that their owner compiled (``torch.compile``) run as they were written, for as long as a step takes.
+"""Modules that their user compiled (``torch.compile``) run as they were written, for as long as a step takes.
 
 A step differs from the one before in its number of tokens, and what it runs is this library's code as well: Dynamo
 would compile it anew in nearly every step. Only the model's own modules are touched, and no state of the process.

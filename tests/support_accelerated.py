@@ -1,4 +1,4 @@
-"""What the tests of ``accelerated`` share: a model, a tokenizer, inputs, and calls compared with those of the owner."""
+"""What the tests of ``accelerated`` share: a model, a tokenizer, inputs, and calls compared with those of the user."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def by_generate(model: Any, **options: Any) -> Any:
 
 @contextmanager
 def accelerated_throughout(owner: Any, **fields: Any) -> Iterator[Any]:
-    """``owner``: a model, or a pipeline. Nothing may go to its own methods."""
+    """``user``: a model, or a pipeline. Nothing may go to its own methods."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="not accelerated")
         with accelerated(owner, **fields) as same_owner:
@@ -162,7 +162,7 @@ def falls_back(owner: Any, why: str, *calls: Callable[[Any], Any], then: Callabl
 
 
 def fails_alike(owner: Any, call: Callable[[Any], Any]) -> list[str]:
-    """The owner's own error comes out of a block. Why the call was not served, if that was said."""
+    """The user's own error comes out of a block. Why the call was not served, if that was said."""
     with pytest.raises(Exception) as expected:  # noqa: PT011
         call(owner)
     with reasons() as said, accelerated(owner), pytest.raises(type(expected.value)) as got:

@@ -109,7 +109,7 @@ def _reference(kind: str) -> Any:
 
 @contextmanager
 def having(model: Any, name: Name) -> Iterator[None]:
-    """As its owner would have it run with an adapter, or without any."""
+    """As its user would have it run with an adapter, or without any."""
     if name is not None:
         if hasattr(model, "disable_adapter"):
             model.set_adapter(name)

@@ -70,7 +70,7 @@ def multiply_in_blocks(patch: pytest.MonkeyPatch) -> None:
         return torch.cat([rows.new_empty(0, len(weight)), *made])[: len(rows)].view(*x.shape[:-1], len(weight))
 
     patch.setattr(torch.nn.functional, "linear", linear)
-    for module in ("engine.resources", "model.model_in_use"):  # which would refuse that as an owner's code
+    for module in ("engine.resources", "model.model_in_use"):  # which would refuse that as custom code
         patch.setattr(f"hf_batchllm.{module}.refuse_what_varies", lambda *_: None)
     # Nor are layers to run unfused for its sake.
     patch.setattr("hf_batchllm.model.inspection.own_code._replacing_torchs", lambda: iter(()))

@@ -148,5 +148,5 @@ def exact_on(device: str) -> None:
     if device != "cpu":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-        if not models.HALVED:  # functions of an owner's are refused there
+        if not models.HALVED:  # functions of a user's are refused there
             torch.multinomial = as_on_a_cpu(torch.multinomial)

@@ -15,7 +15,7 @@ _AS_FAR = 4.0  # times as far from float64 as the model's own pass over the whol
 
 def is_as_exact_as_the_model(case: Case, ask: Ask, continuation: Sequence[int], found: Sequence[float | None]) -> bool:
     """``found``: a log-probability of each token of the continuation."""
-    with models.as_its_owner_runs_it(case.family, case.device, ask.adapter) as model:
+    with models.as_its_user_runs_it(case.family, case.device, ask.adapter) as model:
         theirs, exact = (_looked_up(each, ask.ids, continuation) for each in (model, _in_float64(model)))
     ours = torch.tensor([float("nan") if each is None else each for each in found], dtype=torch.float64)
     return bool(((ours - exact).abs().max() <= _AS_FAR * (theirs - exact).abs().max()).item())

@@ -106,7 +106,7 @@ def _built(family: str) -> Any:
 
 
 @contextmanager
-def as_its_owner_runs_it(family: str, device: str, adapter: str | None, model: Any = None) -> Iterator[Any]:
+def as_its_user_runs_it(family: str, device: str, adapter: str | None, model: Any = None) -> Iterator[Any]:
     """The model whose ``generate`` is the reference; with an adapter, or without any, where it has some."""
     if not family.startswith(PEFT):
         yield model_of(family, device) if model is None else model

@@ -52,7 +52,7 @@ class Oracle:
         if models.HALVED:
             return 0
         options = self._options(ask)
-        with models.as_its_owner_runs_it(self.case.family, self.case.device, ask.adapter, self._model) as model:
+        with models.as_its_user_runs_it(self.case.family, self.case.device, ask.adapter, self._model) as model:
             if options.get("num_beams", 1) > 1:
                 # The noise of a search that draws is not laid out as in ``generate``: other calls are compared.
                 return 0 if options.get("do_sample") else _check_beams(model, ask, rows, options, self._rough)
@@ -69,7 +69,7 @@ class Oracle:
 
     def _raises(self, ask: Ask) -> bool:
         options = self._options(ask)
-        with models.as_its_owner_runs_it(self.case.family, self.case.device, ask.adapter, self._model) as model:
+        with models.as_its_user_runs_it(self.case.family, self.case.device, ask.adapter, self._model) as model:
             for _ in range(_TRIES if options.get("do_sample") else 1):
                 try:
                     with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:

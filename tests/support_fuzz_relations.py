@@ -175,7 +175,7 @@ def stream(bench: Bench) -> None:
 
 
 def _interleaved(bench: Bench, results: Iterator[Generation]) -> Iterator[Generation]:
-    """Between two results, sometimes, the model's owner calls ``generate``, or another generator of the same model."""
+    """Between two results, sometimes, the model's user calls ``generate``, or another generator of the same model."""
     case, dice = bench.case, bench.dice
     for result in results:
         yield result
@@ -319,7 +319,7 @@ def _score_others(bench: Bench, generator: BatchGenerator, more: dict[str, Any])
     if models.HALVED:  # another forward pass is too far away
         return _score_alone(bench, generator, several, scores, more)
     for ask, continuations in zip(case.asks, several, strict=True):
-        with models.as_its_owner_runs_it(case.family, case.device, ask.adapter) as model:
+        with models.as_its_user_runs_it(case.family, case.device, ask.adapter) as model:
             every = logits_of_rows(model, [ask.ids + continuation for continuation in continuations])
         for continuation, logits in zip(continuations, every, strict=True):
             found, raw = next(scores), logits[len(ask.ids) - 1 : -1].float().cpu()

@@ -58,7 +58,7 @@ def left_while_waiting(name: str) -> Any:
 
 
 def streams(name: str) -> Any:
-    """Left before anything ran, and by one while another takes its time; Ctrl-C is the owner's between results."""
+    """Left before anything ran, and by one while another takes its time; Ctrl-C is the user's between results."""
     model = sharded(name)
 
     def left(given: Any, *, slow: float, **options: Any) -> list[int]:
@@ -316,7 +316,7 @@ def one_fails_before_its_device(name: str) -> Any:
 def looked_at_alike(name: str) -> Any:
     """One cannot make its generator, or a stream: the other hears of it in its first call, or at the first result.
 
-    An error of the owner's that comes again is told again.
+    An error of the user's that comes again is told again.
     """
     model, error = sharded(name), ValueError("no more of this")
 

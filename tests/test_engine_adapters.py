@@ -106,10 +106,10 @@ def test_equal_prompts_of_different_adapters_share_nothing() -> None:
     assert generate("lora", [prompt] * 4, "a", max_new_tokens=2).report.computed_tokens == 83
 
 
-# -- the model is its owner's ----------------------------------------------------------------------------------
+# -- the model is its user's ----------------------------------------------------------------------------------
 
 
-def test_between_the_results_of_a_stream_the_model_is_its_owners() -> None:
+def test_between_the_results_of_a_stream_the_model_is_its_users() -> None:
     model = wrapped(lora(modules_to_save=["lm_head"]), lora(["o_proj"]))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(len(name) % 2 == 0)
@@ -124,7 +124,7 @@ def test_between_the_results_of_a_stream_the_model_is_its_owners() -> None:
     assert fingerprint(model) == before
 
 
-def test_what_the_owner_does_meanwhile_changes_nothing() -> None:
+def test_what_the_user_does_meanwhile_changes_nothing() -> None:
     model, rows = a_and_b(), {}
     given, names = thrice(GIVEN)
     for row in stream_of(model, names, given):
@@ -266,7 +266,7 @@ def test_a_kept_prefix_is_its_adapters_alone() -> None:
     assert cached(adapter="b") == 0  # whose weights it was is not looked into
 
 
-def test_nothing_is_kept_of_a_stream_in_which_the_owner_switched() -> None:
+def test_nothing_is_kept_of_a_stream_in_which_the_user_switched() -> None:
     model = a_and_b()
     generator = BatchGenerator(model, keep_prefixes=4, **PAGES)
     for _ in generator.stream(QUESTIONS, max_new_tokens=1):

@@ -107,7 +107,7 @@ def test_few_rows_run_together(watched: Watched, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
-def test_nothing_is_on_its_way_while_code_of_the_owners_is_called(option: str, watched: Watched) -> None:
+def test_nothing_is_on_its_way_while_code_of_the_user_is_called(option: str, watched: Watched) -> None:
     def given(ids: torch.Tensor, scores: Any) -> Any:
         return scores if option == "logits_processor" else torch.zeros(len(ids), dtype=torch.bool)
 

@@ -30,7 +30,7 @@ from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows, RowsWork
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 from hf_batchllm.model.attention.triton_attention import AttentionKernels
-from hf_batchllm.model.inspection.owners_state import HeldMemory, not_in_graphs
+from hf_batchllm.model.inspection.user_state import HeldMemory, not_in_graphs
 
 pytestmark = [plain, pytest.mark.usefixtures("graphs")]
 NEW_TOKENS = 12

@@ -225,7 +225,7 @@ class InTurns(GroupScheduler):
 
 @pytest.mark.parametrize("how", ["halves", "reversed"])
 def test_lists_made_anew_in_a_room(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a model that its owner changes between two results, under a scheduler that leaves out some rows."""
+    """For a model that its user changes between two results, under a scheduler that leaves out some rows."""
     run_over_references(monkeypatch)
     model = copy.deepcopy(model_on("cpu", "llama"))
     options = [GenerationConfig(max_new_tokens=limit, do_sample=False) for limit in (12, 20, 28, 36, 44, 60, 80, 80)]

@@ -1,4 +1,4 @@
-"""Kept prefixes are used by the model that computed them, and by no other, whatever its owner does."""
+"""Kept prefixes are used by the model that computed them, and by no other, whatever its user does."""
 
 from __future__ import annotations
 

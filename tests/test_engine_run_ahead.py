@@ -1,6 +1,6 @@
 """Steps launched before the tokens of earlier ones have been seen: the same tokens, whatever ends and whenever.
 
-And where something odd happens: errors, refused prompts, owners who change their model.
+And where something odd happens: errors, refused prompts, users who change their model.
 """
 
 from __future__ import annotations

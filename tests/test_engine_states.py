@@ -165,7 +165,7 @@ def test_what_a_pass_carries_is_in_the_memory_of_a_call() -> None:
 
 
 class Scaled(torch.nn.Linear):
-    """An owner's: it treats every token alike."""
+    """A user's: it treats every token alike."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 0.5
@@ -173,7 +173,7 @@ class Scaled(torch.nn.Linear):
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["qwen3_5", "falcon_h1", "lfm2", "mamba2", "zamba"]))
-def test_an_owners_code_that_treats_every_token_alike_is_served(family: str) -> None:
+def test_custom_code_that_treats_every_token_alike_is_served(family: str) -> None:
     model = FAMILIES_OF_ALL[family]()
     for name, module in [*model.named_modules()]:
         if name.endswith(("out_proj", "o_proj")) and type(module) is torch.nn.Linear:

@@ -88,7 +88,7 @@ def test_where_memory_does_not_grow_with_tokens_the_whole_step_is_run(
 
 
 def test_a_config_without_the_usual_name_of_its_width() -> None:
-    """Not all configs of an owner's call it `hidden_size`."""
+    """Not all configs of a user's call it `hidden_size`."""
     text = SimpleNamespace(width=24)
     model: Any = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda decoder: text),

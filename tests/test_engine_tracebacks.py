@@ -89,7 +89,7 @@ def test_an_exception_that_is_kept_holds_no_memory(
 def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
     keep_prefixes: int, backend: str, storages: Storages
 ) -> None:
-    generator = make(keep_prefixes=keep_prefixes, fuse=False)  # fused layers are no code of the model's owner
+    generator = make(keep_prefixes=keep_prefixes, fuse=False)  # fused layers are no code of the model's user
     before = fingerprint(build(FAMILY))
     if keep_prefixes:
         generator.generate(GIVEN, **OPTIONS)

@@ -276,7 +276,7 @@ def test_a_run_goes_on_with_the_model_loaded_again(tmp_path: Path) -> None:
         given.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
     model.config._name_or_path = loaded[0].config._name_or_path
-    tokenizer.backend_tokenizer.enable_padding()  # as a call of the owner's leaves it
+    tokenizer.backend_tokenizer.enable_padding()  # as a call of the user's leaves it
     tokenizer.backend_tokenizer.enable_truncation(500)
     with BatchGenerator(model, tokenizer) as generator:
         run_file(generator, source, target, limit=5, **SETTINGS)

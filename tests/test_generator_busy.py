@@ -94,7 +94,7 @@ def test_a_stream_that_is_left(how: str, results: int, expected: dict[int, list[
     stream = generator.stream(GIVEN, **OPTIONS)
     for _ in range(results):
         next(stream)
-        assert fingerprint(build(FAMILY)) == before  # between two steps the model is its owner's, too
+        assert fingerprint(build(FAMILY)) == before  # between two steps the model is its user's, too
         with pytest.raises(GeneratorBusyError, match="running"):
             generator.generate(GIVEN, max_new_tokens=1)
     leave(stream, how)

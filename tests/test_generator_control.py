@@ -1,4 +1,4 @@
-"""While steps run the model is the library's; whenever code of the user's runs, it is as its owner left it."""
+"""While steps run the model is the library's; whenever code of the user's runs, it is as its user left it."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_scores(mps: torch.device) -> None:
 
 
 class Scaled(nn.Module):
-    """Code of an owner's."""
+    """Code of a user's."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

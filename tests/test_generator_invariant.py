@@ -230,7 +230,7 @@ def hooked(model: Any) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.0)
 
 
-def of_the_owners(model: Any) -> None:
+def of_the_user(model: Any) -> None:
     norm = model.model.layers[0].input_layernorm
 
     class OwnNorm(type(norm)):  # type: ignore[misc]
@@ -251,7 +251,7 @@ def with_dropout(model: Any) -> None:
 
 OBSTACLES = {
     hooked: "there are hooks on",
-    of_the_owners: "code in LlamaForCausalLM that is not transformers'",
+    of_the_user: "code in LlamaForCausalLM that is not transformers'",
     quantised: "is quantised",
     with_dropout: r"is in training mode, with dropout: call model.eval\(\) first",
 }

@@ -1,4 +1,4 @@
-"""However a call ends, the model is its owner's again, every page is free, and the next call is right."""
+"""However a call ends, the model is its user's again, every page is free, and the next call is right."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_layer_that_was_replaced_is_noticed() -> None:
         BatchGenerator(model).generate(prompts(), max_new_tokens=2)
 
 
-def test_what_an_owner_changes_between_calls_is_seen() -> None:
+def test_what_a_user_changes_between_calls_is_seen() -> None:
     model = FAMILIES["llama"]()
     generator = BatchGenerator(model)
     generator.generate([[5, 6]], max_new_tokens=2)

@@ -103,7 +103,7 @@ def test_transformers_does_not_say_it_a_second_time() -> None:
             with pytest.raises(UnsupportedOptionError, match=rf"`?{name}.*it is set to True"):
                 make().generate(IDS, **GREEDY, **{name: True})
         assert heard == []
-        GenerationConfig(temperature=0.7, do_sample=False)  # the owner's own: transformers' warning comes
+        GenerationConfig(temperature=0.7, do_sample=False)  # the user's own: transformers' warning comes
         assert len(heard) <= 1
         GenerationConfig(top_p=0.4, do_sample=False)
         assert any("top_p" in each for each in heard)

@@ -1,4 +1,4 @@
-"""Every way in through ``accelerated``: calls give what they gave, and the owner's objects are left as they were."""
+"""Every way in through ``accelerated``: calls give what they gave, and the user's objects are left as they were."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_blocks_within_blocks(door: Door, owner: Any) -> None:
 
 
 @each_door
-def test_the_report_stays_and_what_the_owner_had_there_comes_back(door: Door, owner: Any) -> None:
+def test_the_report_stays_and_what_the_user_had_there_comes_back(door: Door, owner: Any) -> None:
     with accelerated(owner):
         assert owner.last_report is None
     assert not hasattr(owner, "last_report")  # nothing was asked
@@ -186,7 +186,7 @@ def test_copies_made_within_the_block_are_on_their_own(door: Door, owner: Any, d
 
 
 @each_door
-def test_what_the_owner_puts_there_meanwhile_stays(door: Door, owner: Any) -> None:
+def test_what_the_user_puts_there_meanwhile_stays(door: Door, owner: Any) -> None:
     name = door.methods[0]
     with accelerated(owner):
         setattr(owner, name, print)
@@ -194,7 +194,7 @@ def test_what_the_owner_puts_there_meanwhile_stays(door: Door, owner: Any) -> No
     delattr(owner, name)
 
 
-def test_a_generate_of_the_owners_is_put_back(model: Any) -> None:
+def test_a_generate_of_the_user_is_put_back(model: Any) -> None:
     def logged(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs)
         return GenerationMixin.generate(model, *args, **kwargs)

@@ -243,7 +243,7 @@ def test_a_model_in_training_runs_as_in_evaluation_and_stays_in_training() -> No
     model = FAMILIES["gpt2"]()
     expected = alone(model, PROMPTS[0])
     model.train()
-    model.transformer.h[0].eval()  # frozen by its owner
+    model.transformer.h[0].eval()  # frozen by its user
     before = [module.training for module in model.modules()]
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -1,4 +1,4 @@
-"""A ``forward`` of an owner's around that of transformers: its signature need not say what it passes on."""
+"""A ``forward`` of a user's around that of transformers: its signature need not say what it passes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES, build
-from support_owners import assert_refused, tokens, tokens_alone
+from support_users import assert_refused, tokens, tokens_alone
 from torch import nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError

@@ -1,4 +1,4 @@
-"""Code of an owner's inside a model: served where it treats every token by itself, refused by name elsewhere.
+"""Code of a user's inside a model: served where it treats every token by itself, refused by name elsewhere.
 
 It is tried in long rows, alone and with a cache.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES
-from support_owners import (
+from support_users import (
     PROMPTS,
     Around,
     Before,

@@ -12,7 +12,7 @@ from support_families import FAMILIES
 from torch import nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
-from hf_batchllm.model.inspection.owners_state import not_in_graphs, stamp_of
+from hf_batchllm.model.inspection.user_state import not_in_graphs, stamp_of
 from hf_batchllm.patches.uncompiled import own_forward
 
 PROMPTS = [[5, 6, 7, 8], [5, 6, 9]]

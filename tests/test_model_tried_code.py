@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES, build, family_params
-from support_owners import PROMPTS, Around, around_mlp, assert_refused, before_mlp, tokens, tokens_alone
+from support_users import PROMPTS, Around, around_mlp, assert_refused, before_mlp, tokens, tokens_alone
 from torch import nn
 from torch.ao.quantization import MinMaxObserver
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
@@ -311,7 +311,7 @@ class Records(Around):
         return self.inner(self.before(hidden) + self.amount * hidden.roll(1, 1))
 
 
-def test_code_is_tried_once_and_again_if_the_owner_changes_it() -> None:
+def test_code_is_tried_once_and_again_if_the_user_changes_it() -> None:
     model: Any = FAMILIES["llama"]()
     seen, hooked = list[int](), list[int]()
     around_mlp(lambda mlp: Records(mlp, seen))(model)

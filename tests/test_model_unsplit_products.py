@@ -58,7 +58,7 @@ def test_no_sum_may_be_split(libraries: list[Any]) -> None:
     assert libraries == [LIBRARY.Cublas, LIBRARY.Cublaslt, LIBRARY.Cublas]
 
 
-def test_what_the_owner_has_chosen_comes_back(libraries: list[Any]) -> None:
+def test_what_the_user_has_chosen_comes_back(libraries: list[Any]) -> None:
     libraries.append(LIBRARY.Cublaslt)
     MATMUL.allow_bf16_reduced_precision_reduction = (False, True)
     try:

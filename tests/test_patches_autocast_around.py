@@ -15,7 +15,7 @@ from support_families import FAMILIES
 from support_parity import mixed_prompts
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.model.inspection.owners_state import not_in_graphs
+from hf_batchllm.model.inspection.user_state import not_in_graphs
 from hf_batchllm.patches.autocast_around import autocasts_within, dtype_within, past_autocast
 from hf_batchllm.patches.uncompiled import own_forward
 
@@ -76,7 +76,7 @@ def test_an_autocast_that_is_switched_off_gives_no_type(accelerator: Accelerator
     assert len(autocasts_within(model)) == 2 and dtype_within(model, model.device) is None  # the innermost counts
 
 
-def test_a_forward_of_the_owners_inside_is_not_passed_over(accelerator: Accelerator) -> None:
+def test_a_forward_of_the_user_inside_is_not_passed_over(accelerator: Accelerator) -> None:
     model: Any = FAMILIES["llama"]()
     theirs = model.forward
     model.forward = mine = lambda *args, **named: theirs(*args, **named)

@@ -200,7 +200,7 @@ READ: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.some_cases
 @pytest.mark.parametrize("family", READ)
 def test_what_is_read_in_each_step(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Owners may change it between two calls."""
+    """Users may change it between two calls."""
     model = new_model(family)
     before = logits_of_steps(monkeypatch, model)
     with BatchGenerator(model, page_size=16, min_shared_tokens=1) as generator:

@@ -269,7 +269,7 @@ OF_EXPERTS: dict[str, tuple[Change, str]] = {
         at(EXPERTS, setattr, "_apply_gate", lambda both: both.chunk(2, dim=-1)[1] * 0.5),
         f"{LEFT}: `experts` has a `_apply_gate` of its own",
     ),
-    "experts of the owner's": (at("mlp", setattr, "experts", Own()), f"{LEFT}: the experts are a Own {HERE}"),
+    "experts of the user's": (at("mlp", setattr, "experts", Own()), f"{LEFT}: the experts are a Own {HERE}"),
     "a subclass": (at(EXPERTS, as_class, Mine), f"{LEFT}: the experts are a Mine {HERE}"),
 }
 
@@ -281,7 +281,7 @@ def own_logits(monkeypatch: pytest.MonkeyPatch, model: Any) -> torch.Tensor:
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize("change", OF_EXPERTS)
-def test_what_an_owner_does_to_experts(change: str, fusing: Fusing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_user_does_to_experts(change: str, fusing: Fusing, monkeypatch: pytest.MonkeyPatch) -> None:
     change_it, said = OF_EXPERTS[change]
     model = new_model("qwen3_moe")
     before = own_logits(monkeypatch, model)
@@ -301,7 +301,7 @@ def test_what_an_owner_does_to_experts(change: str, fusing: Fusing, monkeypatch:
     ],
     ids=["a hook", "a subclass"],
 )
-def test_what_an_owner_does_to_the_norm_of_a_mixer(
+def test_what_a_user_does_to_the_norm_of_a_mixer(
     change: Change, said: str, fusing: Fusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = new_model("mamba2")

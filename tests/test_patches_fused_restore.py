@@ -1,4 +1,4 @@
-"""Of every family in the table: while its layers are fused, and after that, the model is its owner's."""
+"""Of every family in the table: while its layers are fused, and after that, the model is its user's."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SOME_ROWS += ["deepseek_v3", "granitemoe"]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
-def an_owners(family: str) -> Any:
+def a_users(family: str) -> Any:
     """Not as new: with a hook, an attribute and a frozen weight."""
     model = new_model(family)
     attention = next(layer.self_attn for layer in model.model.layers[1:] if hasattr(layer, "self_attn"))
     attention.o_proj.weight.requires_grad_(False)
     attention.o_proj.register_forward_hook(lambda module, args, output: output)
-    attention.note = "the owner's"
+    attention.note = "the user's"
     # As saving a checkpoint leaves it.
     model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
     return model
@@ -87,7 +87,7 @@ class TestEveryRow:
     @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(ROWS))
     def test_before_during_and_after(self, family: str, fusing: Fusing, tmp_path: Path) -> None:
-        model, plain = an_owners(family), an_owners(family)
+        model, plain = a_users(family), a_users(family)
         before, first = seen(model), values(model)
         with BatchGenerator(model, page_size=16, min_shared_tokens=1) as generator:
             tokens = generate(generator)
@@ -124,7 +124,7 @@ class TestEveryRow:
     @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(SOME_ROWS))
     def test_nothing_is_left(self, family: str, fusing: Fusing) -> None:
-        model = an_owners(family)
+        model = a_users(family)
         before = seen(model)
         generator = BatchGenerator(model, page_size=16)
         tokens = generate(generator)

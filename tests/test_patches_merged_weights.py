@@ -1,4 +1,4 @@
-"""Merged weights: for their owner nothing has happened to them.
+"""Merged weights: for their user nothing has happened to them.
 
 ``test_patches_fused_restore.py`` saves them, loads them, trains them and casts them, in every family.
 """
@@ -233,7 +233,7 @@ def test_what_cannot_be_merged(parameters: list[torch.Tensor], why: str) -> None
     assert (why_not_merge([nn.Parameter(each) for each in parameters]) or "").startswith(why)
 
 
-# -- what owners do with their models --------------------------------------------------------------------------
+# -- what users do with their models --------------------------------------------------------------------------
 
 
 def test_saved_while_merged(generating: BatchGenerator, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_kernel_for_a_whole_mixer_in_train_mode_is_passed_over(
     assert home[name] is kernel
 
 
-def test_a_function_of_the_owners_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = mixer_of("lfm2")
     monkeypatch.setattr(sys.modules[type(mixer).__module__], "causal_conv1d_fn", lambda x, *_, **__: x)
     assert list(mixers(mixer)) == []

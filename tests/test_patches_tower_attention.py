@@ -52,7 +52,7 @@ def test_tokens_are_those_of_generate(family: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("chosen", ["eager", "flash_attention_2"])
-def test_an_implementation_that_the_owner_chose_is_left(chosen: str) -> None:
+def test_an_implementation_that_the_user_chose_is_left(chosen: str) -> None:
     inner = copy.deepcopy(model_of("qwen2_5_vl").model)
     inner.visual.config._attn_implementation_internal = chosen
     with TowerAttention(inner).applied():

@@ -53,7 +53,7 @@ def test_pictures_are_small_and_the_rest_is_named(name: str) -> None:
     page = page_of(*sources)
     assert sizes_in(page) == sizes and said in page.text and all(len(each) < 4000 for each in page.images)
     assert "<script>" not in page.html.replace("&lt;script&gt;", "")
-    assert RED.size == (800, 400), "the owner's picture is as it was"
+    assert RED.size == (800, 400), "the user's picture is as it was"
 
 
 def test_files_that_are_there_and_names_of_all_else(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_ends_that_only_the_host_sees(steps: int, device: str, watched: list[Any
 
 @pytest.mark.some_cases
 @pytest.mark.parametrize(("steps", "scheduler"), [(2, "groups"), (8, "fifo")])
-def test_pages_of_an_ended_row_are_written_by_it_only_before_their_next_owner_comes(
+def test_pages_of_an_ended_row_are_written_by_it_only_before_their_next_user_comes(
     steps: int, scheduler: str, device: str, watched: list[Any]
 ) -> None:
     """So little memory that a page freed is a page taken, and prefixes are kept for calls to come."""

@@ -53,5 +53,5 @@ class AdapterTurns:
 
     @property
     def were_switched(self) -> bool:
-        """Whether the owner has switched adapters meanwhile, on a model that is used as it is."""
+        """Whether the user has switched adapters meanwhile, on a model that is used as it is."""
         return self.swap is None and self._active != self._use.active_adapters()

@@ -186,15 +186,15 @@ class Call:
             yield
 
     @contextmanager
-    def owner_in_control(self) -> Iterator[None]:
+    def user_in_control(self) -> Iterator[None]:
         """While a stream hands a result out. Graphs are replayed only if the model's weights are where they were."""
         self.use.put_back()
         self.timekeeper.switch("outside")
         self._interrupts.pause()
         yield
         self._interrupts.begin()
-        self.engine.launcher.owner_had_control()
-        self.memory.owner_had_control()
+        self.engine.launcher.user_had_control()
+        self.memory.user_had_control()
         self.timekeeper.switch("results")
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -80,10 +80,10 @@ class CallMemory:
         if self.assistant is not None:
             self.assistant.close()
 
-    def owner_had_control(self) -> None:
+    def user_had_control(self) -> None:
         """Code of the user's has run."""
         if self.assistant is not None:
-            self.assistant.owner_had_control()
+            self.assistant.user_had_control()
 
     def open(self) -> None:
         """The cache, as large as the call can use and as memory allows."""

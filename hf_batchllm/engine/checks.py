@@ -22,7 +22,7 @@ from ..inputs.resolve_options import resolve_each
 from ..inputs.seeds import checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
 from ..model.inspection.architecture import Architecture
-from ..model.inspection.owners_warnings import warn_of_random_parts
+from ..model.inspection.user_warnings import warn_of_random_parts
 from ..notices import Notices
 from ..sampling.call_grammars import CallGrammars, checked_grammars
 from ..sampling.stop_rules import RulesMaker, StopRules

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..model.inspection.architecture import Architecture
-from ..model.inspection.owners_state import stamp_of, tensors_of
+from ..model.inspection.user_state import stamp_of, tensors_of
 from ..model.inspection.weights_digest import Digest
 
 

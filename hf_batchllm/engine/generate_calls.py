@@ -87,7 +87,7 @@ class GenerateCalls(Calls):
                     for request in call.run(bar.step):
                         bar.finish(request)
                         generation = self._generation(request, call, outputs)
-                        with call.owner_in_control():
+                        with call.user_in_control():
                             yield generation
             finally:
                 self.last_report = self._report(call)

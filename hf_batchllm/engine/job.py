@@ -67,7 +67,7 @@ class Job:
 
     @property
     def calls_criteria(self) -> bool:
-        """Whether stopping criteria of the model's owner are called."""
+        """Whether stopping criteria of the model's user are called."""
         every = dict.fromkeys(self.rules[place] for place in self.places)
         return any(each.others or each.factory for each in every)
 

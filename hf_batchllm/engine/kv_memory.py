@@ -12,7 +12,7 @@ from ..errors import CacheMemoryError
 from ..model.attention.kv_storage import KVStorage, kv_dtype
 from ..model.device_memory import DeviceMemory, is_out_of_memory
 from ..model.inspection.architecture import Architecture
-from ..model.inspection.owners_warnings import has_owners_hooks
+from ..model.inspection.user_warnings import has_user_hooks
 from ..notices import Notices
 from ..planning.paged_cache import PagedCache
 from ..planning.state_slots import StateSlots
@@ -156,7 +156,7 @@ class KVMemory:
 
     def _drop_what_another_model_computed(self) -> None:
         now, holds = None, False
-        self._may_change = self.architecture.own_code.found.may_change or has_owners_hooks(self._model)
+        self._may_change = self.architecture.own_code.found.may_change or has_user_hooks(self._model)
         try:
             now = None if self._may_change else self._devices.computed_with(self._model, self.architecture)
             holds = now is not None and self._computed_with is not None and self._computed_with.holds_for(now)

@@ -59,7 +59,7 @@ def _by_host(parts: Parts, scheduler: BaseScheduler, picking: TokenPicking, reas
     launcher = StepByStep(
         parts.runner, around if around is not sampler else sampler.without_waiting, sampler.prepare, may_repeat,
         seats, graphs_without_picking(parts, seats), device, parts.timekeeper,
-        sampler.calls_owners_code or job.calls_criteria, job.picks_by_model, parts.notices,
+        sampler.calls_custom_code or job.calls_criteria, job.picks_by_model, parts.notices,
     )  # fmt: skip
     # A criterion of the user's may do anything to the model before the next step.
     return launcher, 1 if job.calls_criteria else min(2, parts.config.steps_per_sync or 2), jump

@@ -67,7 +67,7 @@ class Launcher(ABC):
     def start(self, requests: Sequence[Request], most_rows: int) -> None:  # noqa: B027 -- likewise
         """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
 
-    def owner_had_control(self) -> None:  # noqa: B027 -- likewise
+    def user_had_control(self) -> None:  # noqa: B027 -- likewise
         """Code of the user's has run: it may have put other memory below the model's weights."""
 
     def close(self) -> None:  # noqa: B027 -- most hold nothing

@@ -23,7 +23,7 @@ from ..model.attention.kv_storage import KVStorage
 from ..model.attention.triton_attention import TritonBackend
 from ..model.batch_builder import BatchBuilder
 from ..model.device_memory import DeviceMemory, is_out_of_memory
-from ..model.inspection.owners_state import not_in_graphs
+from ..model.inspection.user_state import not_in_graphs
 from ..model.runner import ModelRunner
 from ..patches.attention_interface import autocast_dtype
 from ..patches.uncompiled import every_module

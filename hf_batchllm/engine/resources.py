@@ -9,7 +9,7 @@ from ..inputs.base_model import base_model
 from ..model.attention.choose_backend import check_backend
 from ..model.inspection.architecture import inspect_model, look_again
 from ..model.inspection.invariance import refuse_what_varies
-from ..model.inspection.owners_warnings import warn_of_compiled
+from ..model.inspection.user_warnings import warn_of_compiled
 from ..model.model_in_use import ModelInUse
 from ..notices import Notices
 from ..patches.fusion import Fusion

@@ -28,7 +28,7 @@ _AROUND_IT = tuple(f"{_PACKAGE}.{name}" for name in (*_WITH_LOGITS, "patches"))
 def forget_tensors(error: BaseException | None) -> None:
     """Empty the frames of the engine's step, and of attention and everything that it called.
 
-    The frames of the model, of hooks and of the caller stay: their owners may want to look at them.
+    The frames of the model, of hooks and of the caller stay: their users may want to look at them.
     """
     seen: set[int] = set()
     waiting = [error]

@@ -1,4 +1,4 @@
-"""All that is swapped in a model while steps run: the model is the library's, or its owner's."""
+"""All that is swapped in a model while steps run: the model is the library's, or its user's."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelControl:
             raise
 
     def restore(self) -> None:
-        """From here on the model is as its owner left it."""
+        """From here on the model is as its user left it."""
         with held_back():
             self.is_applied = False
             for swap in reversed(self._swaps):

@@ -30,7 +30,7 @@ from .batch_builder import BatchBuilder
 from .image_features import ImageFeatures
 from .inspection.architecture import Architecture
 from .inspection.invariance import refuse_what_varies
-from .inspection.owners_warnings import warn_of_owners_state
+from .inspection.user_warnings import warn_of_user_state
 from .runner import ModelRunner
 
 
@@ -61,7 +61,7 @@ class ModelInUse:
         check_backend(self.config, self.device, self.notices)
         groups = self._groups
         warn_of_refused(groups, self.config, self.device, self.notices)
-        warn_of_owners_state(self.model, self.notices)
+        warn_of_user_state(self.model, self.notices)
         return [*refused_groups(groups, self.config, self.device)]
 
     @property
@@ -118,7 +118,7 @@ class ModelInUse:
             self.runner = None
 
     def active_adapters(self) -> Hashable:
-        """The adapters that are active on the model, as its owner has them."""
+        """The adapters that are active on the model, as its user has them."""
         return active_in(adapted_layers(self.model))
 
     def adapter_swap(self) -> AdapterSwap:
@@ -126,7 +126,7 @@ class ModelInUse:
         return AdapterSwap(self.model, adapter_configs(self.model))
 
     def put_back(self) -> None:
-        """The model is as its owner left it, until the next step."""
+        """The model is as its user left it, until the next step."""
         if self.runner is not None:
             self.runner.control.restore()
 

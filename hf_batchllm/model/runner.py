@@ -183,7 +183,7 @@ class ModelRunner:
             )
         logits: torch.Tensor = output.logits[0]
         wanted = logits_rows if selects and logits_rows is not None else input_ids
-        if logits.shape[0] != len(wanted):  # a head or a hook of the owner's picks rows by itself
+        if logits.shape[0] != len(wanted):  # a head or a hook of the user's picks rows by itself
             raise UnsupportedModelError(
                 f"{self.architecture.name} gave {logits.shape[0]} rows of logits where {len(wanted)} were "
                 "asked for: a hook, or a module that was put in, chooses places by itself. Here many prompts stand "
@@ -203,7 +203,7 @@ class ModelRunner:
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:
-        """The model is as its owner left it, and the memory of steps is freed."""
+        """The model is as its user left it, and the memory of steps is freed."""
         self.control.restore()
         self._logits = None
         self.backend.release()

@@ -5,12 +5,12 @@ products PyTorch can forbid that. Each number of a wide product is then added up
 row, which is computed with others. Narrow products run on a kernel of our own. Whether all is so is tried with each
 model (engine/invariance_trial.py).
 
-How much memory cuBLASLt has stays as the process's owner has set it. Less of it would forbid the same, but PyTorch gets
+How much memory cuBLASLt has stays as the process's user has set it. Less of it would forbid the same, but PyTorch gets
 that memory once for each stream, and others' products would later write beyond its end; and where
 ``CUBLAS_WORKSPACE_CONFIG`` is set, PyTorch reads it with a regular expression, for 45 to 70 us of the host's time in
 each product.
 
-All this belongs to the process. Several threads may run such steps: the first to begin notes what the owner has set,
+All this belongs to the process. Several threads may run such steps: the first to begin notes what the user has set,
 and the last to end puts it back. Products of other threads run under these settings meanwhile.
 """
 

@@ -247,6 +247,6 @@ class LeadersCall(Call):
         self.use.runner.control.around_users = refusing_the_model(self.use.model, group.size)
 
     @contextmanager
-    def owner_in_control(self) -> Iterator[None]:
-        with super().owner_in_control(), self._leader.group.watch.elsewhere():
+    def user_in_control(self) -> Iterator[None]:
+        with super().user_in_control(), self._leader.group.watch.elsewhere():
             yield

@@ -53,7 +53,7 @@ class RankWatch:
         self.generators = 0  # that were made, on this rank
         self._in_a_call = False  # one runs
         self._planning = False  # nothing of the latest call is on the device
-        self._elsewhere = 0  # the host is in its owner's hands
+        self._elsewhere = 0  # the host is in its user's hands
         self._listens = False  # the host is where the others' failures reach it
         # When the group is ended, unless the host comes before; the rank, what it said, and whether it is gone.
         self._due: tuple[float, int, str, bool] | None = None
@@ -91,7 +91,7 @@ class RankWatch:
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """While the host is in its owner's hands, who may take his time."""
+        """While the host is in its user's hands, who may take his time."""
         self._elsewhere += 1
         try:
             yield

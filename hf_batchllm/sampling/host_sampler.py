@@ -95,9 +95,9 @@ class HostSampler:
         self._cuts: dict[ChainLayout, tuple[int, Recipe] | None] = {}
 
     @property
-    def calls_owners_code(self) -> bool:
+    def calls_custom_code(self) -> bool:
         """Whether tokens are picked with code of the user's own."""
-        return self._chains.calls_owners_code
+        return self._chains.calls_custom_code
 
     def may_repeat(self, requests: Sequence[Request]) -> bool:
         """Whether a step of these requests may be picked from twice."""
@@ -133,7 +133,7 @@ class HostSampler:
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """The next token of each request; ``logits`` is [requests, vocabulary] float32.
 
-        Logits are not written to: a hook of the model's owner may have kept them.
+        Logits are not written to: a hook of the model's user may have kept them.
         """
         tokens: list[int] = self.without_waiting(logits, requests).tolist()
         if tokens and min(tokens) < 0:

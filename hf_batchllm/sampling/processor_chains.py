@@ -130,7 +130,7 @@ class ProcessorChains:
         self._of_prompt: list[ProcessorChain | None] = [None] * len(options)  # the one that its samples share
         self._own: dict[Request, ProcessorChain] = {}  # of requests that share theirs with no other
         arguments = [each.arguments for each in makers]
-        self.calls_owners_code = any(each.logits_processor or each.prefix_allowed_tokens_fn for each in arguments)
+        self.calls_custom_code = any(each.logits_processor or each.prefix_allowed_tokens_fn for each in arguments)
 
     def of(self, request: Request) -> ProcessorChain:
         shared = self._of_prompt[request.index]

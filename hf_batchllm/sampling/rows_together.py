@@ -117,7 +117,7 @@ def apply_looking_back(
 
     ``together``: each group of so many neighbouring rows has the same chain and the same length, and is given to a
     processor of its own at once. ``masks``: what the rows' grammars allow, on the device of the scores.
-    ``scores`` are not written to: a hook of the model's owner may have kept them.
+    ``scores`` are not written to: a hook of the model's user may have kept them.
     """
     layout = chains[0].layout
     for place, kind in enumerate(layout.kinds[: layout.blind]):

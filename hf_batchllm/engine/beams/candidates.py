@@ -76,9 +76,9 @@ class BeamScores:
                 groups[number].searches, groups[number].place = searches, place
 
     @property
-    def calls_owners_code(self) -> bool:
-        """Whether processors of the model's owner are called."""
-        return self._chains.calls_owners_code
+    def calls_custom_code(self) -> bool:
+        """Whether processors of the model's user are called."""
+        return self._chains.calls_custom_code
 
     def may_repeat(self, groups: Sequence[BeamGroup]) -> bool:
         """Whether candidates may be found twice from the same logits."""

@@ -77,7 +77,7 @@ class BeamCollector(Collector):
     def collect(self, running: InFlightStep, found: list[Candidates]) -> tuple[list[Request], int]:
         """Choose each group's next beams and its answers so far. All answers of a prompt end together."""
         self.timekeeper.switch("tokens")
-        with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it
+        with self.launcher.surroundings(), self.launcher.users_turn():  # criteria may run it
             over = [group for each in found for group in self.choose(each)]
         return _answers(over), len(_answers(group for each in found for group in each.groups))
 

@@ -39,7 +39,7 @@ class BeamLauncher(GraphLauncher):
         self.timekeeper.switch("tokens")
         groups, logits = self._complete(sampling, self.runner.in_float32(logits))
         self._picking = True
-        with self.owners_turn():  # guidance runs the model
+        with self.users_turn():  # guidance runs the model
             return self.scores(groups, logits) if groups else list
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:

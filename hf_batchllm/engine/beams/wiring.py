@@ -24,14 +24,14 @@ def wire_beams(parts: Parts) -> Engine:
     roots = [request for request in parts.requests if isinstance(request, Branch)]
     groups: dict[Request, BeamGroup] = {root: _group(parts, root) for root in roots}
     beam_scores = BeamScores(parts.use.model, job.options, [*groups.values()], job.seed, notices, tensors)
-    owners_code = beam_scores.calls_owners_code or job.calls_criteria
+    custom_code = beam_scores.calls_custom_code or job.calls_criteria
     # What belongs to the user may look at any of it, or change the model for the next step.
-    depth = 1 if owners_code else DEPTH.get(device.type, 1)
+    depth = 1 if custom_code else DEPTH.get(device.type, 1)
     scheduler = BeamScheduler(groups, gather_rows(device), depth)
     seats = parts.devices.seats([], device, False)
     graphs = graphs_without_picking(parts, seats)
     launcher = BeamLauncher(
-        groups, beam_scores, parts.timekeeper, parts.runner, seats, graphs, device, owners_code, job.picks_by_model
+        groups, beam_scores, parts.timekeeper, parts.runner, seats, graphs, device, custom_code, job.picks_by_model
     )
     scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
     endings = BeamEndings(roots, job.rules, parts.began, device, rows=job.rows, scores=scores)

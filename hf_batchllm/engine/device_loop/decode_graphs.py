@@ -18,7 +18,7 @@ from ...model.attention.kv_storage import KVStorage
 from ...model.attention.triton_attention import StepWork, TritonBackend, WorkSeen
 from ...model.batch import ModelBatch
 from ...model.draft_rows import DraftRows
-from ...model.inspection.owners_state import HeldMemory, not_in_graphs
+from ...model.inspection.user_state import HeldMemory, not_in_graphs
 from ...model.runner import ModelRunner
 from ...notices import Notices
 from ...sampling.device_logprobs import DeviceLogProbs
@@ -199,7 +199,7 @@ class DecodeGraphs:
 
     def holds(self) -> bool:
         """Whether graphs hold the weights and the adapter that the model has by now."""
-        self._runner.control.restore()  # what is looked at is the owner's model
+        self._runner.control.restore()  # what is looked at is the user's model
         return self._adapter_now == self._adapter and self._memory is not None and self._memory.is_in_use()
 
     def hold_anew(self) -> str | None:
@@ -215,7 +215,7 @@ class DecodeGraphs:
         adapters = self._runner.control.adapters
         return None if adapters is None else adapters.name
 
-    def owner_had_control(self) -> None:
+    def user_had_control(self) -> None:
         """Before the next step it is looked whether the model's weights are where they were."""
         self._model_may_have_changed = True
 

@@ -59,11 +59,11 @@ class StepByStep(GraphLauncher):
         graphs: DecodeGraphs | None,
         device: torch.device,
         timekeeper: Timekeeper,
-        owners_code: bool,
+        custom_code: bool,
         runs_model: bool,
         notices: Notices,
     ) -> None:
-        super().__init__(runner, seats, graphs, device, owners_code, runs_model)
+        super().__init__(runner, seats, graphs, device, custom_code, runs_model)
         self.sampler = sampler
         self.prepare = prepare
         self.may_pick_again = may_pick_again
@@ -95,7 +95,7 @@ class StepByStep(GraphLauncher):
     def _prepare(self, launched: _Launched) -> None:
         going = [request for request in launched.sampling if not request.done]
         try:
-            with self.owners_turn():
+            with self.users_turn():
                 self.prepare(going, self.device)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -144,7 +144,7 @@ class StepByStep(GraphLauncher):
             part = slice(done, done + self._at_once)
             some = going if self._at_once >= len(going) else going[part]
             try:
-                with self.owners_turn():
+                with self.users_turn():
                     tokens = self.sampler(self.runner.in_float32(logits[part]), some)
                 if not isinstance(tokens, torch.Tensor):
                     tokens = to_device(np.array(tokens, dtype=np.int64), self.device)
@@ -167,7 +167,7 @@ class StepByStep(GraphLauncher):
                     "smaller `kv_memory`",
                 )
             else:
-                parts.append(tokens.to(self.device))  # a head of the owner's may be elsewhere
+                parts.append(tokens.to(self.device))  # a head of the user's may be elsewhere
                 done += len(some)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

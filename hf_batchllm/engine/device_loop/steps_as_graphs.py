@@ -24,7 +24,7 @@ from .still_running import StillRunning
 class StepsAsGraphs:
     """Runs the steps of a call; decode steps are replays of graphs, where the model allows it.
 
-    owners_code: whether code of the model's owner is called between all steps, which may do anything to the model.
+    custom_code: whether code of the model's user is called between all steps, which may do anything to the model.
     runs_model: whether the model may be run between them.
     """
 
@@ -34,23 +34,23 @@ class StepsAsGraphs:
         seats: Seats,
         graphs: DecodeGraphs | None,
         device: torch.device,
-        owners_code: bool = False,
+        custom_code: bool = False,
         runs_model: bool = False,
     ) -> None:
         self.runner = runner
         self.seats = seats
         self.graphs = graphs
         self.device = device
-        self._owners_code = owners_code
-        self._runs_model = owners_code or runs_model
+        self._custom_code = custom_code
+        self._runs_model = custom_code or runs_model
         # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
-        # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
+        # end writes only to pages that it held at launch, earlier on this stream than their next user's first step.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def start(self, requests: Sequence[Request], most_rows: int) -> None:
         """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
         if self.graphs is not None:
-            self.graphs.owner_had_control()  # its adapter has changed
+            self.graphs.user_had_control()  # its adapter has changed
 
     @property
     def most_times(self) -> int:
@@ -74,7 +74,7 @@ class StepsAsGraphs:
         return self.runner.step(batch, self.seats)
 
     @contextmanager
-    def owners_turn(self) -> Iterator[None]:
+    def users_turn(self) -> Iterator[None]:
         """While processors or criteria are called, which may run the model."""
         if not self._runs_model:
             yield
@@ -83,13 +83,13 @@ class StepsAsGraphs:
             with self.runner.control.users_turn():
                 yield
         finally:
-            if self._owners_code:
-                self.owner_had_control()
+            if self._custom_code:
+                self.user_had_control()
 
-    def owner_had_control(self) -> None:
+    def user_had_control(self) -> None:
         """Code of the user's has run: it may have put other memory below the model's weights."""
         if self.graphs is not None:
-            self.graphs.owner_had_control()
+            self.graphs.user_had_control()
 
     def put_back(self, step: Step) -> None:
         with torch.cuda.stream(self._stream), self.runner.surroundings():  # which are those of the stream

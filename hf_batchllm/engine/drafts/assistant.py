@@ -159,9 +159,9 @@ class Assistant:
             del self._guessed[shadow]
             self._cache.release(shadow)
 
-    def owner_had_control(self) -> None:
+    def user_had_control(self) -> None:
         if self._steps is not None:
-            self._steps.owner_had_control()
+            self._steps.user_had_control()
 
     def close(self) -> None:
         """It guesses nothing from here on."""

@@ -21,7 +21,7 @@ from ...inputs.prompt_reader import PromptReader
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all
 from ...inputs.unknown_options import checked_score_names
 from ...model.inspection.architecture import Architecture
-from ...model.inspection.owners_warnings import warn_of_random_parts
+from ...model.inspection.user_warnings import warn_of_random_parts
 from ...notices import Notices
 from ...wording import a_kind, is_array, is_number, shown
 from .lost_spaces import warn_of_lost_space

@@ -247,7 +247,7 @@ class _Reading:
                 )
             taken = [name for name in self._model.inputs if made.get(name) is not None]
             inputs = {name: self._kept(torch.as_tensor(made[name], device="cpu")) for name in taken}
-            # The owner may change what the processor makes of an image between two calls.
+            # The user may change what the processor makes of an image between two calls.
             digest = ready.digest.copy()
             digest.update(f"{self._settings}{text}".encode())
             first = self._reader.key_of(digest.digest(), count)

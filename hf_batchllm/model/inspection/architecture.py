@@ -34,14 +34,14 @@ from .architecture_refusals import (
     refuse_windows_of_the_cache,
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed
+from .custom_code import refuse_custom_code
 from .generation_methods import refuse_methods, refuse_positions_from_elsewhere
 from .own_code import AsMade, as_made
-from .owners_code import refuse_owners_code
-from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 from .sharded import refuse_adapters_of_sharded, refuse_sharded
 from .token_by_token import TokenByToken
 from .trial_passes import attended_by
 from .unpacking import unpack
+from .user_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
@@ -95,7 +95,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     _refuse_repeated_layers(modules, name)
     refuse_equal_numbers(inner, name)
     look = code_in_use(inner)
-    refuse_owners_code(inner, look, name)
+    refuse_custom_code(inner, look, name)
     refuse_methods(inner, name)
     (calls, states, selects_rows), made = _attention_calls(inner, name, look)
     parts = getattr(inner, "_tp_size", None) or 1
@@ -142,7 +142,7 @@ def _shape_of(call: AttentionCall, calls: list[AttentionCall]) -> AttentionShape
 
 
 def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
-    """With what an owner may change between two calls: the weights' device and type, the size of the vocabulary."""
+    """With what a user may change between two calls: the weights' device and type, the size of the vocabulary."""
     inner = base_model(model)
     unpack(inner)
     modules = every_module(inner)
@@ -178,7 +178,7 @@ def _head_rows(model: PreTrainedModel) -> int | None:
     head: Any = model.get_output_embeddings()
     rows = getattr(head, "out_features", None)
     weight = getattr(head, "weight", None)
-    if rows is None and isinstance(weight, torch.Tensor) and weight.ndim == 2:  # a head of the owner's own class
+    if rows is None and isinstance(weight, torch.Tensor) and weight.ndim == 2:  # a head of the user's own class
         hidden = model.config.get_text_config(decoder=True).hidden_size
         rows = weight.shape[0] if weight.shape[1] == hidden and weight.shape[0] != hidden else None
     return rows if isinstance(rows, int) else None

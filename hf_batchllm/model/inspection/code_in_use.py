@@ -1,6 +1,6 @@
 """What an inspection of a model's architecture depends on beside its class: its config, and code that may be replaced.
 
-An owner may change all of it at any time: a window in the config, an attribute of a layer, a function of transformers.
+A user may change all of it at any time: a window in the config, an attribute of a layer, a function of transformers.
 The state taken here is compared at the start of each call. Only where it has changed is the model inspected anew.
 """
 
@@ -46,7 +46,7 @@ class CodeInUse:
     homes: list[ModuleType] = field(default_factory=list)  # the Python modules of the classes
     code: tuple[object, ...] = ()  # methods of the classes, and functions beside them
     architecture: tuple[object, ...] = ()  # what the notes of ``inspect_model`` depend on
-    attention: tuple[object, ...] = ()  # what else the owner's code is judged by
+    attention: tuple[object, ...] = ()  # what else custom code is judged by
 
 
 def code_in_use(model: PreTrainedModel) -> CodeInUse:
@@ -137,7 +137,7 @@ def _read(value: Any) -> object:
     return type(value), value.item() if hasattr(value, "item") else repr(value)
 
 
-# Methods of ``generate`` that this library does not call, so that one of an owner's would be passed over.
+# Methods of ``generate`` that this library does not call, so that one of a user's would be passed over.
 REPLACEABLE = (
     "prepare_inputs_for_generation",
     "_update_model_kwargs_for_generation",

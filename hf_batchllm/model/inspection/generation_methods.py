@@ -1,4 +1,4 @@
-"""Methods that transformers' ``generate`` calls on a model and this library does not: is one an owner's own?
+"""Methods that transformers' ``generate`` calls on a model and this library does not: is one a user's own?
 
 ``prepare_inputs_for_generation`` and ``_update_model_kwargs_for_generation`` are tried on made-up tokens: code that
 comes with a checkpoint often defines them, and mostly they do what transformers' own would. Others are refused.
@@ -21,7 +21,7 @@ from ...errors import UnsupportedModelError
 from ...patches.attention_interface import CACHE_NAME
 from ...patches.uncompiled import every_module
 from .code_in_use import REPLACEABLE
-from .owners_code import is_theirs
+from .custom_code import is_theirs
 
 TRIED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _LENGTHS = (1, 3, 130, 5000)  # of prompts; the model's longest comes on top

@@ -14,7 +14,7 @@ from ...patches.fixed_experts import why_not_fixed
 from ...patches.uncompiled import every_module
 from ..attention.choose_backend import why_not_invariant
 from .architecture import Architecture
-from .owners_warnings import place_of_hooks
+from .user_warnings import place_of_hooks
 
 
 def refuse_what_varies(model: nn.Module, architecture: Architecture, config: BatchConfig) -> None:

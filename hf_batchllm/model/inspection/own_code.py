@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...patches.uncompiled import every_module, own_forward
 from ...patches.unmodified import code_home
 from .code_in_use import REPLACEABLE, plain_function, token_of
-from .owners_code import KNOWN_LIBRARIES, is_theirs
+from .custom_code import KNOWN_LIBRARIES, is_theirs
 
 # Wrappers and quantised layers, which stand in place of what the class makes.
 _WRAPPERS: tuple[str, ...] = ("peft.", "accelerate.", "bitsandbytes.", "compressed_tensors.", "torchao.")

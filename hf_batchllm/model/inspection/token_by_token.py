@@ -1,4 +1,4 @@
-"""Code of an owner's inside a model must treat every token by itself: the engine's row holds many prompts.
+"""Code of a user's inside a model must treat every token by itself: the engine's row holds many prompts.
 
 Only attention, which the engine does itself, may bring tokens together. A module may mix tokens (a shift by one place,
 a mean over the row), count positions by itself, ask how much a cache holds, or pass over which rows of logits are asked
@@ -60,7 +60,7 @@ _CHANGING = (
 
 
 class TokenByToken:
-    """Whether one model's code treats tokens so: tried where there is code of the owner's, and again where it changed.
+    """Whether one model's code treats tokens so: tried where there is code of the user's, and again where it changed.
 
     longest: positions that the model knows; all lie below. ``found``: the code of the latest look, one in each call.
     """
@@ -120,7 +120,7 @@ class TokenByToken:
                 return torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
 
     def _positions(self, model: PreTrainedModel, own: OwnCode) -> int:
-        """How many positions the model knows, and its owner's code with it."""
+        """How many positions the model knows, and custom code with it."""
         return min(self._longest, shortest_table(model, own) or self._longest)
 
     def _tried(self, model: PreTrainedModel, modules: Sequence[nn.Module], own: OwnCode) -> str | None:
@@ -312,7 +312,7 @@ def _rounding(model: PreTrainedModel) -> float:
 
 def _place_of(model: nn.Module, own: OwnCode) -> str:
     known = {id(module) for module, _ in own.found}
-    # The innermost first: what is around it may be a class of the owner's as well.
+    # The innermost first: what is around it may be a class of the user's as well.
     for path, module in reversed(list(model.named_modules())):
         if id(module) in known:
             return f"{f'`{path}`, ' if path else ''}{type(module).__module__}.{type(module).__qualname__}"

@@ -1,4 +1,4 @@
-"""Code of an owner's between ``generate`` and the model's layers, which this library would pass over.
+"""Code of a user's between ``generate`` and the model's layers, which this library would pass over.
 
 That is an attention function or a mask: where it is not transformers' own, the model is refused by name.
 """
@@ -26,7 +26,7 @@ KNOWN_LIBRARIES = frozenset(
 _PLAIN_ATTENTION = ("sdpa", "eager")  # what a user may go back to
 
 
-def refuse_owners_code(model: PreTrainedModel, look: CodeInUse, name: str) -> None:
+def refuse_custom_code(model: PreTrainedModel, look: CodeInUse, name: str) -> None:
     """Refuse code that would be passed over, or that changes attention in a way which cannot be seen from outside."""
     text = type(model.config.get_text_config(decoder=True))
     pairs = zip(look.configs, look.implementations, strict=True)

@@ -1,4 +1,4 @@
-"""What is said once of a model whose owner set something on it that works differently here."""
+"""What is said once of a model whose user set something on it that works differently here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...notices import Notices
 from ...patches.uncompiled import Uncompiled, every_module
 from .batch_dependent import depends_on_batch
 from .code_in_use import plain_function
+from .custom_code import KNOWN_LIBRARIES
 from .generation_methods import own_methods
-from .owners_code import KNOWN_LIBRARIES
 
 
-def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
+def warn_of_user_state(model: nn.Module, notices: Notices) -> None:
     """Each kind once for each generator."""
     inner = base_model(model)
     name = type(inner).__name__
@@ -85,22 +85,22 @@ def warn_of_compiled(model: nn.Module, notices: Notices) -> None:
     )
 
 
-def has_owners_hooks(model: nn.Module) -> bool:
+def has_user_hooks(model: nn.Module) -> bool:
     """Whether hooks are on it, or on all modules, that may do anything."""
     return place_of_hooks(model, every_module(model)) is not None
 
 
 def place_of_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
-    """The first place with a hook of its owner's."""
+    """The first place with a hook of its user's."""
     everywhere = nn.modules.module
     if any(
-        map(_is_owners, (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()))
+        map(_is_users, (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()))
     ):
         return "all modules"
     noted = "_hf_hook"  # accelerate's, which a module's forward calls
     hooked = [each for each in modules if each._forward_hooks or each._forward_pre_hooks or noted in each.__dict__]
-    if any(any(map(_is_owners, _hooks_of(module))) for module in hooked):
-        paths = [path for path, module in model.named_modules() if any(map(_is_owners, _hooks_of(module)))]
+    if any(any(map(_is_users, _hooks_of(module))) for module in hooked):
+        paths = [path for path, module in model.named_modules() if any(map(_is_users, _hooks_of(module)))]
         return f"`{paths[0]}`" if paths[0] else "the model"
     return None
 
@@ -111,7 +111,7 @@ def _hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *several]
 
 
-def _is_owners(hook: Any) -> bool:
+def _is_users(hook: Any) -> bool:
     hook = plain_function(hook)
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
     return home.partition(".")[0] not in KNOWN_LIBRARIES

@@ -1,4 +1,4 @@
-"""What an owner has set on a model: compiled modules, hooks, weights in parts, quantisation, forwards of modules."""
+"""What a user has set on a model: compiled modules, hooks, weights in parts, quantisation, forwards of modules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support_families import FAMILIES
 from support_fused import fusing as fusing  # a fixture
-from support_owners import GREEDY, PROMPTS, assert_refused, tokens, tokens_alone
+from support_users import GREEDY, PROMPTS, assert_refused, tokens, tokens_alone
 from torch import distributed, nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
 from hf_batchllm.model.inspection.batch_dependent import depends_on_batch
-from hf_batchllm.model.inspection.owners_state import not_in_graphs, stamp_of
+from hf_batchllm.model.inspection.user_state import not_in_graphs, stamp_of
 
 
 def messages(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -305,7 +305,7 @@ def test_forwards_that_quantisation_sets_are_no_obstacle_to_graphs(home: str, ca
     assert tokens(BatchGenerator(model)) == tokens_alone(model)
 
 
-def test_a_step_in_another_thread_is_no_change_of_the_owners() -> None:
+def test_a_step_in_another_thread_is_no_change_of_the_user() -> None:
     """It puts forwards in place for as long as it runs: here those that were compiled."""
     model: Any = FAMILIES["llama"]()
     mlp = model.model.layers[0].mlp

@@ -1,4 +1,4 @@
-"""What an owner puts between ``generate`` and the layers is refused by name, tried, or shown to change nothing."""
+"""What a user puts between ``generate`` and the layers is refused by name, tried, or shown to change nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES
-from support_owners import GREEDY, PROMPTS, assert_refused, tokens, tokens_alone
+from support_users import GREEDY, PROMPTS, assert_refused, tokens, tokens_alone
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2 import modeling_gemma2

@@ -1,4 +1,4 @@
-"""Calls of a BatchGenerator beside ``model.generate``, for a model whose owner changed something."""
+"""Calls of a BatchGenerator beside ``model.generate``, for a model whose user changed something."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_refused(model: Any, generator: BatchGenerator, why: str, *calls: Call
 
 
 class Around(nn.Module):
-    """A module of an owner's around one of the model's."""
+    """A module of a user's around one of the model's."""
 
     def __init__(self, inner: nn.Module, function: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         super().__init__()

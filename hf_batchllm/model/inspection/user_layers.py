@@ -1,7 +1,7 @@
 """The copy of a model's architecture, made from its config as it is now, against the layers as they really are.
 
-Layers note some of the config when they are made, and hold a config of their own: most often the model's, yet an owner
-may put another one there. What an owner changes later, in a config or in a layer, is in one of them alone.
+Layers note some of the config when they are made, and hold a config of their own: most often the model's, yet a user
+may put another one there. What a user changes later, in a config or in a layer, is in one of them alone.
 """
 
 from __future__ import annotations

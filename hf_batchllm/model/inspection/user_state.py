@@ -53,7 +53,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
 def not_in_graphs(model: nn.Module) -> str | None:
-    """Why ``model`` cannot be captured: a replay would skip Python code of its owner's. None if it can be."""
+    """Why ``model`` cannot be captured: a replay would skip Python code of its user's. None if it can be."""
     with steps_lock(base_model(model).config):
         return _not_in_graphs(model)
 
