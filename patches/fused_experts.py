@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..kernels.reference.routing_torch import RowsOfExperts
+from .all_reduced_rows import AllReduce
 from .fusable_experts import Experts
 from .routers import Router
 from .sharded_modules import adds_up_experts, around, local
-from .summed_rows import Sums
 
 Forward = Callable[..., Any]
 
@@ -44,7 +44,9 @@ class Handed:
         return left[1] if left is not None and left[0] is indices else None
 
 
-def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed, sums: Sums | None = None) -> Forward:
+def experts_forward(
+    found: Experts, kernels: ExpertKernels, handed: Handed, all_reduce: AllReduce | None = None
+) -> Forward:
     """``sums``: of ranks each of which has a part of all experts."""
     experts = found.module
     in_parts = adds_up_experts(experts)
@@ -66,9 +68,9 @@ def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed, sums
             rows = kernels.rows_of_experts(indices, count, tile)
         made = kernels.up_products(states.contiguous(), gate_up, gate_up_bias, rows, top, found.gating(experts))
         total = kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows), shares)
-        return sums.total(total) if in_parts and sums is not None else total
+        return all_reduce.total(total) if in_parts and all_reduce is not None else total
 
-    return around(experts, forward) if in_parts and sums is None else forward
+    return around(experts, forward) if in_parts and all_reduce is None else forward
 
 
 def tensors_of(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional
 
 from ..interrupts import act_on_interrupts
+from .all_reduced_rows import AllReduce
 from .attention_interface import CACHE_NAMES, AttentionCall, Rotation, context_in_use
 from .fusable_parts import heads_of
 from .fused_experts import ExpertKernels
 from .fused_families import Family
 from .fused_mixers import MixerKernels
 from .module_types import Attention, DecoderLayer, Mlp, Norm
-from .summed_rows import Sums
 
 Forward = Callable[..., Any]
 # One pair: weight, and bias if there is one. Emptying the list frees the memory, even if something still holds a
@@ -40,7 +40,7 @@ class FusedKernels:
     act_and_mul: Callable[..., torch.Tensor]
     experts: ExpertKernels
     mixers: MixerKernels
-    sums: Sums | None = None  # of ranks that have the model together
+    all_reduce: AllReduce | None = None  # of ranks that have the model together
 
 
 class Made(NamedTuple):

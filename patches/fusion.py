@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .all_reduced_rows import all_reduced_forward
 from .attention_interface import autocast_dtype
 from .autocast_around import dtype_within
 from .fusable_experts import Experts, mixtures
@@ -42,7 +43,6 @@ from .fused_mixers import MixerKernels, mixer_forward
 from .gated_norms import GatedNorm, gated_norm_forward, gated_norms
 from .merged_weights import merge, merged, unmerge
 from .sharded_modules import adds_up_rows, local
-from .summed_rows import summed_forward
 from .swap import Place, Swap
 from .unmodified import hook_dicts
 
@@ -219,8 +219,8 @@ class FusedLayers(Swap):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a pass through the model."""
-        if self._fusion.paused is None and self._kernels.sums is not None:
-            self._kernels.sums.begin()
+        if self._fusion.paused is None and self._kernels.all_reduce is not None:
+            self._kernels.all_reduce.begin()
         try:
             yield
         finally:
@@ -266,9 +266,9 @@ class FusedLayers(Swap):
         for norm in norms:
             if norm.why_not is None and norm.module not in replaced:  # otherwise its mixer's forward is not its own
                 self._make_gated_norm(norm)
-        if self._kernels.sums is not None:
+        if self._kernels.all_reduce is not None:
             for module in filter(adds_up_rows, self._fusion.model.modules()):
-                self._put(module, summed_forward(module, self._kernels.sums))
+                self._put(module, all_reduced_forward(module, self._kernels.all_reduce))
         # A forward that is there already is one of transformers' that a sharded module has.
         self._own = [(module.__dict__, module.__dict__.get("forward")) for module in self._bypassed]
         self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]
@@ -323,7 +323,7 @@ class FusedLayers(Swap):
         kernels, handed = self._kernels.experts, Handed()
         if found.is_handed_on:
             self._bypassed.append(found.parent)  # nothing may come between the router and its experts
-        self._put(found.module, experts_forward(found, kernels, handed, self._kernels.sums))
+        self._put(found.module, experts_forward(found, kernels, handed, self._kernels.all_reduce))
         self._places.append((found.parent._modules, found.name, found.module))
         for name, router, known in found.routers:
             self._put(router, router_forward(router, known, kernels, handed))

@@ -205,7 +205,7 @@ class _Moments:
         from hf_batchllm.model import device_memory
         from hf_batchllm.model.runner import ModelRunner
         from hf_batchllm.parallel.group import Group
-        from hf_batchllm.patches.summed_rows import GroupSums
+        from hf_batchllm.patches.all_reduced_rows import GroupAllReduce
 
         def anew(rehearsals: Any, *given: Any) -> Any:
             rehearsals._known.clear()  # of earlier calls
@@ -224,7 +224,7 @@ class _Moments:
         ):
             patch.setattr(owner, name, self._inside_of(getattr(owner, name), moment))
         for name in ("total", "product"):  # in the midst of a step, whose other part another process has
-            patch.setattr(GroupSums, name, self._breaking(getattr(GroupSums, name)))
+            patch.setattr(GroupAllReduce, name, self._breaking(getattr(GroupAllReduce, name)))
 
     def _inside_of(self, own: Callable[..., Any], moment: str) -> Callable[..., Any]:
         @wraps(own)

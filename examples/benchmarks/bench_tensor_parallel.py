@@ -5,9 +5,9 @@
 
 Weights are random, and no token ends an answer. A model that does not fit into one GPU is run by all of them alone.
 
-The floor is that of one process for its part of the model (hf_batchllm/bench/floor.py), with the sums in it: two of a
-hidden state for each token and layer, at the rate of the sum of a large step. ``--group-sums`` has the process group
-make all sums, for comparison.
+The floor is that of one process for its part of the model (hf_batchllm/bench/floor.py), with all-reduces in it: two of
+a hidden state for each token and layer, at the rate of one of a large step. ``--group-all-reduce`` has the process
+group make all of them, for comparison.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hf_batchllm.bench.contenders import machine_name
 from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of, measure_rates, timed
 from hf_batchllm.bench.workload import SHAPES, Workload, load_model
 from hf_batchllm.notices import Notices
-from hf_batchllm.parallel import peer_sums
+from hf_batchllm.parallel import peer_all_reduce
 from hf_batchllm.parallel.find_group import group_of
 from hf_batchllm.patches.sharded_modules import local
 
@@ -47,7 +47,7 @@ WORKLOADS = {  # shared, own, new, degree
 }
 
 
-_ROWS = 8192  # of the step whose sums are timed
+_ROWS = 8192  # of the step whose all-reduces are timed
 
 
 def workload_of(name: str, asked: argparse.Namespace) -> Workload:
@@ -72,15 +72,15 @@ def floors(model: Any, asked: argparse.Namespace, device: torch.device, dtype: t
     rates, config = measure_rates(device, dtype), model.config
     group = group_of(model)
     assert group is not None
-    sums = group.sums(device, Notices())
+    all_reduce = group.all_reduce(device, Notices())
     rows = torch.zeros(_ROWS, config.hidden_size, device=device, dtype=dtype)
 
-    def sum_up() -> None:
+    def reduce() -> None:
         for _ in range(5):
-            sums.begin()
-            sums.total(rows)
+            all_reduce.begin()
+            all_reduce.total(rows)
 
-    taken = [timed(device, sum_up, free=False)[0] / 5 for _ in range(20)]
+    taken = [timed(device, reduce, free=False)[0] / 5 for _ in range(20)]
     of_a_token = statistics.median(taken) / _ROWS
     group.close()
     found = {}
@@ -158,12 +158,12 @@ def on_rank(rank: int, asked: argparse.Namespace, folder: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=asked.gpus)
     dtype = torch.bfloat16 if cuda else torch.float32
-    if asked.group_sums:
+    if asked.group_all_reduce:
 
         def refuse(*given: Any) -> Any:
-            raise peer_sums.CannotReachPeers("that is what --group-sums asks for")
+            raise peer_all_reduce.CannotReachPeers("that is what --group-all-reduce asks for")
 
-        peer_sums.open_peer_sums = refuse
+        peer_all_reduce.open_peer_all_reduce = refuse
     alone: dict[str, Any] = {}
     if not asked.no_single and rank == 0:
         model = load_model(None, asked.config, device, dtype)
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--only": {"nargs": "*", "choices": WORKLOADS, "default": [*WORKLOADS]},
         "--no-single": {"action": "store_true", "help": "leave out the run on one GPU"},
         "--no-graphs": {"action": "store_true"},
-        "--group-sums": {"action": "store_true", "help": "sums by NCCL, as if GPUs shared no memory"},
+        "--group-all-reduce": {"action": "store_true", "help": "all-reduces by NCCL, as if GPUs shared no memory"},
         "--short": {"action": "store_true", "help": "a twentieth of the tokens: a trial"},
     }
     asked = common.read(

@@ -12,9 +12,9 @@ from ..config import BatchConfig
 from ..inputs.adapters import adapter_configs
 from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
+from ..patches.all_reduced_rows import AllReduce
 from ..patches.fixed_products import WideProducts
 from ..patches.fusion import FusedLayers, Fusion
-from ..patches.summed_rows import Sums
 from ..planning.step import Chunk
 from .attention.choose_backend import (
     check_backend,
@@ -50,7 +50,7 @@ class ModelInUse:
         self._replaced: str | None = None  # code of transformers or torch, for whose sake nothing is fused
         self.runner: ModelRunner | None = None
         self.wide_products: WideProducts | None = None  # of later runners, as an AttentionBackend has it
-        self.sums: Callable[[], Sums | None] = lambda: None  # over the parts of the model, where it is in several
+        self.all_reduce: Callable[[], AllReduce | None] = lambda: None  # where the model is in several parts
 
     def check(self) -> list[str]:
         """Refuse a backend that cannot be used, and say what works differently in this model.
@@ -80,7 +80,7 @@ class ModelInUse:
             self._replaced = next(iter(self.architecture.own_code.found.replacing), None)
         if kernels is not None and self._replaced is None:
             kernels = without_refused(kernels, self._fusion, self.config, self.device)
-            kernels = dataclasses.replace(kernels, sums=self.sums())
+            kernels = dataclasses.replace(kernels, all_reduce=self.all_reduce())
             self._fused = self._fusion.merge(kernels)
 
     def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:

@@ -41,8 +41,8 @@ def _joined(devices: Any) -> RankWatch:
 
     def release() -> None:
         if torch.cuda.is_available() and dist.get_backend(devices) != "gloo":
-            for sums in [*watch.sums]:
-                sums.end()
+            for each in [*watch.all_reduces]:
+                each.end()
             devices._get_backend(torch.device("cuda")).abort()
 
     watch = RankWatch(rank, size, exchange, release)

@@ -35,7 +35,7 @@ from ..model.device_memory import is_out_of_memory
 from ..model.model_in_use import ModelInUse
 from ..model.transfers import current_device
 from ..notices import Notices, warn_user
-from ..patches.summed_rows import GroupSums, Sums
+from ..patches.all_reduced_rows import AllReduce, GroupAllReduce
 from ..results.generations import Generation
 from ..wording import first_line
 from .rank_watch import GONE, RankWatch
@@ -97,7 +97,7 @@ class Group:
         for other, connection in watch.connections.items():
             self._incoming.register(connection, selectors.EVENT_READ, other)
         self.digests: dict[str, int] = {}  # of what each has the whole of, and all have to have alike
-        self._sums: Sums | None = None
+        self._all_reduce: AllReduce | None = None
         self._graphs: DecodeGraphs | None = None  # of the call
         self._before = 0, 0
 
@@ -229,7 +229,7 @@ class Group:
         return exchanged - self._before[0], steps - self._before[1]
 
     def _given_so_far(self) -> tuple[int, int]:
-        made = 0 if self._sums is None else self._sums.made
+        made = 0 if self._all_reduce is None else self._all_reduce.made
         return self._exchanged() + made, 0 if self._graphs is None else self._graphs.steps
 
     def counts(self, graphs: DecodeGraphs) -> None:
@@ -241,25 +241,25 @@ class Group:
         distributed.broadcast(tokens, src=distributed.get_global_rank(self._devices, 0), group=self._devices)
         return tokens
 
-    def sums(self, device: torch.device, notices: Notices) -> Sums:
+    def all_reduce(self, device: torch.device, notices: Notices) -> AllReduce:
         """How they add up what each has a part of. Every rank asks."""
-        if self._sums is None:
-            self._sums = self._opened(device, notices)
-        return self._sums
+        if self._all_reduce is None:
+            self._all_reduce = self._opened(device, notices)
+        return self._all_reduce
 
-    def _opened(self, device: torch.device, notices: Notices) -> Sums:
+    def _opened(self, device: torch.device, notices: Notices) -> AllReduce:
         if device.type == "cuda":
-            from .peer_sums import CannotReachPeers, open_peer_sums
+            from .peer_all_reduce import CannotReachPeers, open_peer_all_reduce
 
             try:
-                return open_peer_sums(self, self._devices, device)
+                return open_peer_all_reduce(self, self._devices, device)
             except CannotReachPeers as why:
                 notices(
-                    "sums",
-                    f"the GPUs' sums are made by {distributed.get_backend(self._devices)}, which takes longer than in "
+                    "all-reduce",
+                    f"all-reduces are made by {distributed.get_backend(self._devices)}, which takes longer than in "
                     f"memory that they share: {why}",
                 )
-        return GroupSums(self._devices)
+        return GroupAllReduce(self._devices)
 
     def check(self) -> None:
         """What has come from the device means nothing where a rank has failed meanwhile: an error then."""
@@ -273,10 +273,10 @@ class Group:
         return self.error_of(Failure(rank, f"{why}. {ended}: start the processes again"))
 
     def close(self) -> None:
-        """Give back the memory of sums."""
-        if self._sums is not None:
-            self._sums.close()
-        self._sums = None
+        """Give back the memory of all-reduces."""
+        if self._all_reduce is not None:
+            self._all_reduce.close()
+        self._all_reduce = None
 
 
 class GroupsDevices(Devices):
@@ -287,7 +287,7 @@ class GroupsDevices(Devices):
 
     def model_in_use(self, *given: Any) -> ModelInUse:
         use = super().model_in_use(*given)
-        use.sums = partial(self.group.sums, use.device, use.notices)
+        use.all_reduce = partial(self.group.all_reduce, use.device, use.notices)
         return use
 
     def graphs(self, *given: Any) -> DecodeGraphs | None:

@@ -48,7 +48,7 @@ class RankWatch:
         self.on_one_machine = len(set(exchange(this_machine()))) == 1
         self._peers = connected(rank, size, exchange, self.on_one_machine)
         self.connections = connected(rank, size, exchange, self.on_one_machine)
-        self.sums: WeakSet[Any] = WeakSet()  # whose kernels wait for other ranks
+        self.all_reduces: WeakSet[Any] = WeakSet()  # whose kernels wait for other ranks
         self._lock = threading.RLock()  # a handler of signals sends, too
         self.generators = 0  # that were made, on this rank
         self._in_a_call = False  # one runs

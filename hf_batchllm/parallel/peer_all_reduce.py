@@ -1,7 +1,7 @@
-"""Sums over ranks whose GPUs reach each other's memory: kernels of this library add up what lies there.
+"""All-reduces of ranks whose GPUs reach each other's memory: kernels of this library add up what lies there.
 
-On two H200, NCCL takes 20 to 30 us for a sum of a decode step, of which there are two in each layer; these take 4 to 9.
-Sums of a large step are the group's: one of 64 MB takes 210 us here and 260 there, but the prompts of an 8B model, in
+On two H200, NCCL takes 20 to 30 us for one of a decode step, of which there are two in each layer; these take 4 to 9.
+Those of a large step are the group's: one of 64 MB takes 210 us here and 260 there, but the prompts of an 8B model, in
 steps of 8,192 rows, took 6.26 s instead of 5.76.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..kernels.triton.rank_sums_triton import MOST_PROGRAMS, meet, sum_of_parts
-from ..patches.summed_rows import GroupSums
+from ..kernels.triton.all_reduce_triton import MOST_PROGRAMS, all_reduce_parts, meet
+from ..patches.all_reduced_rows import GroupAllReduce
 from ..wording import first_line
 from .rank_watch import RankWatch
 
@@ -40,7 +40,7 @@ class CannotReachPeers(Exception):
     """Why, in words that follow a colon."""
 
 
-def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
+def open_peer_all_reduce(ranks: Ranks, group: Any, device: torch.device) -> PeerAllReduce:
     """Every rank asks, and all of them get it or CannotReachPeers."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -59,15 +59,15 @@ def open_peer_sums(ranks: Ranks, group: Any, device: torch.device) -> PeerSums:
     memory = _on_all(ranks, reserved)
     handle = _on_all(ranks, lambda: symmetric_memory.rendezvous(memory, group.group_name))
 
-    def tried() -> PeerSums:
+    def tried() -> PeerAllReduce:
         each = [handle.get_buffer(rank, (memory.numel(),), torch.uint8) for rank in range(ranks.size)]
         signals = [one[:of_signals].view(torch.int32) for one in each]
         slots = [[one[of_signals + number * slot :][:slot] for one in each] for number in range(2)]
         ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        sums = PeerSums(slots, signals, ranks.rank, GroupSums(group), ended, (memory, handle))
-        ranks.watch.sums.add(sums)
-        _try(sums, ranks, device)
-        return sums
+        all_reduce = PeerAllReduce(slots, signals, ranks.rank, GroupAllReduce(group), ended, (memory, handle))
+        ranks.watch.all_reduces.add(all_reduce)
+        _try(all_reduce, ranks, device)
+        return all_reduce
 
     return _on_all(ranks, tried)
 
@@ -83,30 +83,30 @@ def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:
     return made
 
 
-def _try(sums: PeerSums, ranks: Ranks, device: torch.device) -> None:
-    """The sums of a few rows, twice in each slot. An error where they are wrong, or do not come."""
+def _try(all_reduce: PeerAllReduce, ranks: Ranks, device: torch.device) -> None:
+    """All-reduces of a few rows, twice in each slot. An error where they are wrong, or do not come."""
     done = torch.cuda.Event()
-    sums.begin()
+    all_reduce.begin()
     made = [
-        sums.total(torch.full((3, _TRIAL_WIDTH), ranks.rank + 1.0 + turn, dtype=torch.float32, device=device))
+        all_reduce.total(torch.full((3, _TRIAL_WIDTH), ranks.rank + 1.0 + turn, dtype=torch.float32, device=device))
         for turn in range(4)
     ]
     done.record()
     began = time.monotonic()
     while not done.query():
         if time.monotonic() - began > _TRIAL_SECONDS:
-            sums.end()
-            raise TimeoutError("a sum did not come")
+            all_reduce.end()
+            raise TimeoutError("an all-reduce did not come")
         time.sleep(0.001)
     for turn, total in enumerate(made):
         if not bool((total == ranks.size * (ranks.size + 1) // 2 + ranks.size * turn).all()):
-            raise ArithmeticError("a sum was wrong")
+            raise ArithmeticError("an all-reduce was wrong")
 
 
-class PeerSums:
-    """One rank's. slots: bytes of each rank, which all of them reach, in two slots. All sums are made in one stream.
+class PeerAllReduce:
+    """One rank's. slots: bytes of each rank, which all of them reach, in two slots. All are made in one stream.
 
-    signals: each rank's. group: what does the sums that are too large. held: what must live as long as this.
+    signals: each rank's. group: what does those that are too large. held: what must live as long as this.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PeerSums:
         slots: Sequence[Sequence[torch.Tensor]],
         signals: Sequence[torch.Tensor],
         rank: int,
-        group: GroupSums,
+        group: GroupAllReduce,
         ended: torch.Tensor,
         held: Any = None,
     ) -> None:
@@ -127,7 +127,7 @@ class PeerSums:
         self._views: dict[tuple[int, int, int, torch.dtype], list[torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """The last sum of an earlier run may not have been read by all: its slot is not free before."""
+        """The last all-reduce of an earlier run may not have been read by all: its slot is not free before."""
         meet(self._signals, self._ended, self._rank)
         self._next = 0
 
@@ -137,17 +137,17 @@ class PeerSums:
             return self._group.product(x, weight)
         parts, out = self._parts(rows, width, x.dtype), x.new_empty(rows, width)
         torch.mm(x, weight.t(), out=parts[self._rank])
-        return self._sum(parts, out)
+        return self._reduced(parts, out)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         if not 0 < x.nbytes <= self._most or not x.is_contiguous():
             return self._group.total(x)
         parts = self._parts(x.numel() // x.shape[-1], x.shape[-1], x.dtype)
         parts[self._rank].copy_(x.view(parts[self._rank].shape))
-        return self._sum(parts, x)
+        return self._reduced(parts, x)
 
-    def _sum(self, parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        sum_of_parts(parts, out, self._signals, self._ended, self._rank)
+    def _reduced(self, parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        all_reduce_parts(parts, out, self._signals, self._ended, self._rank)
         self.made += 1  # now: what fails before, for want of memory, is waited for by the others
         return out
 

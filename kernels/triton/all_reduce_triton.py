@@ -1,8 +1,8 @@
-"""Sums over the GPUs of several processes, which read each other's memory: no library stands between them.
+"""All-reduces of the GPUs of several processes, which read each other's memory: no library stands between them.
 
 A rank puts its part into memory that all GPUs can reach, and says so in signals that lie there, too. Once all have said
 so, each rank reads all parts and adds them up by itself, in the same order, so that all have the same sums. Nobody says
-that it has read: parts go into two slots in turn. A rank that has come to the next sum has read what the last one was
+that it has read: parts go into two slots in turn. A rank that has come to the next one has read what the last one was
 made of, so the slot before is free again.
 
 A rank that never comes would be waited for without end. The host ends that: kernels look at a number of its memory.
@@ -74,7 +74,7 @@ def _add_parts(
         tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-def sum_of_parts(
+def all_reduce_parts(
     parts: Sequence[torch.Tensor],  # each rank's, of the same shape
     out: torch.Tensor,
     signals: Sequence[torch.Tensor],  # each rank's [MOST_PROGRAMS, ranks] int32, zeros at first
@@ -90,5 +90,5 @@ def sum_of_parts(
 
 
 def meet(signals: Sequence[torch.Tensor], ended: torch.Tensor, rank: int) -> None:
-    """Each rank's device waits until all have come here: they have then read all parts of earlier sums."""
+    """Each rank's device waits until all have come here: they have then read all parts of earlier ones."""
     _meet[(1,)](tuple(signals), ended, RANK=rank, RANKS=len(signals), num_warps=1)

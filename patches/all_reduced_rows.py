@@ -1,7 +1,7 @@
-"""Modules whose results all ranks add up: the product and the sum in one, in place of what transformers calls.
+"""Modules whose results all ranks add up: the product and the all-reduce in one, in place of what transformers calls.
 
-transformers' own forward looks its weights up anew in each call and asks the process group for each sum. That takes the
-host longer than the device takes for a decode step.
+transformers' own forward looks its weights up anew in each call and asks the process group for each all-reduce.
+That takes the host longer than the device takes for a decode step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn import functional
 from .sharded_modules import local
 
 
-class Sums(Protocol):
-    """How ranks add up what each of them has: through their process group, or in memory that all of them reach."""
+class AllReduce(Protocol):
+    """How ranks add up what each has: through their process group, or in memory that all of them reach."""
 
     made: int  # how many, that the process group does not know of
 
@@ -34,7 +34,7 @@ class Sums(Protocol):
         """The sum of what all ranks have. x may be overwritten."""
 
 
-class GroupSums:
+class GroupAllReduce:
     """Through a process group of PyTorch's."""
 
     def __init__(self, group: Any) -> None:
@@ -58,14 +58,14 @@ class GroupSums:
         return x
 
 
-def summed_forward(linear: nn.Module, sums: Sums) -> Callable[..., torch.Tensor]:
+def all_reduced_forward(linear: nn.Module, all_reduce: AllReduce) -> Callable[..., torch.Tensor]:
     """Of a linear layer whose inputs are spread over the ranks."""
     parameters = linear._parameters
 
     def forward(input: torch.Tensor) -> torch.Tensor:  # [..., this rank's inputs]
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
-        made = sums.product(input.reshape(-1, input.shape[-1]), local(weight))
+        made = all_reduce.product(input.reshape(-1, input.shape[-1]), local(weight))
         if bias is not None:
             made += local(bias)
         return made.view(*input.shape[:-1], made.shape[-1])
