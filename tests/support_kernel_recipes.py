@@ -32,11 +32,11 @@ from hf_batchllm.kernels.triton import (
     sample_triton,
     selective_scan_triton,
     state_space_triton,
-    tails_triton,
     token_edits_triton,
     token_masks_triton,
     top_k_top_p_triton,
     top_logprobs_triton,
+    typical_eta_triton,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -146,7 +146,7 @@ def edits() -> None:
     token_edits_triton.append_tokens(history, of_rows.long())
     table = RecipeTable([Recipe(typical_p=0.9), Recipe(epsilon=0.1, eta=0.1)], VOCABULARY, "cpu")
     for logits in (scores, scores.to(BF16)):
-        tails_triton.tail_cuts(logits, table, of_rows, scores[:, 0].contiguous())
+        typical_eta_triton.typical_eta_cuts(logits, table, of_rows, scores[:, 0].contiguous())
 
 
 def fused_layers() -> None:
@@ -216,7 +216,7 @@ RECIPES: dict[str, Callable[[], None]] = {
     "experts, float32": lambda: experts(16, dtype=FP32),
     "drawing a token": sampling,
     "before a token is drawn": before_sampling,
-    "single logits, and tails": edits,
+    "single logits, typical, epsilon and eta": edits,
     "fused layers": fused_layers,
     "delta rule, decode": lambda: delta_rule([1, 1, 1]),
     "delta rule, prompts": lambda: delta_rule([500, 300, 7]),

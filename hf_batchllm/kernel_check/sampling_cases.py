@@ -21,7 +21,7 @@ _CUTS: tuple[dict[str, Any], ...] = (
     {"top_k": 50, "top_p": 0.8, "min_p": 0.02},
 )
 # Of rows that sample each in its own way, one of which takes the best token.
-_TAILS = (Recipe(typical_p=0.6), Recipe(1.0, 0.7, epsilon=1e-3), Recipe(eta=0.01), Recipe(temperature=0.0))
+_TYPICAL_ETA = (Recipe(typical_p=0.6), Recipe(1.0, 0.7, epsilon=1e-3), Recipe(eta=0.01), Recipe(temperature=0.0))
 _RECIPES = (Recipe(temperature=0.0), Recipe(1.3, 0.8, 40), Recipe(1.1, 0.7, top_p=0.9), Recipe(temperature=1.2))
 
 
@@ -72,13 +72,13 @@ def sampling(where: Where) -> Cases:
         # Of equals that 16-bit logits have, either token will do.
         held("top_logprobs", "note_top_logprobs", logits(), numbers * 7 - 1, ids, values, numbers, but=_ROWS)
 
-    def tails(each_its_own: bool) -> None:
+    def typical_eta(each_its_own: bool) -> None:
         """``each_its_own``: ways of each row, of what a cutoff has left."""
-        table = RecipeTable(_TAILS, _VOCABULARY, where.device)
+        table = RecipeTable(_TYPICAL_ETA, _VOCABULARY, where.device)
         threshold = cut(top_k=900) if each_its_own else None
-        which, kept = (numbers % len(_TAILS)).int() if each_its_own else None, []
-        for module in both("tails"):
-            low, high = module.tail_cuts(logits(), table, which, threshold)
+        which, kept = (numbers % len(_TYPICAL_ETA)).int() if each_its_own else None, []
+        for module in both("typical_eta"):
+            low, high = module.typical_eta_cuts(logits(), table, which, threshold)
             stays = (logits().float() >= low[:, None]) & (logits().float() <= high[:, None])
             kept.append(stays.sum(dim=1).float())
             given = numbers[:1], numbers, numbers, numbers
@@ -144,8 +144,8 @@ def sampling(where: Where) -> Cases:
         "penalties, rows of their own": penalties_by_row,
         "masks": partial(masks, in_place=False),
         "masks, in place": partial(masks, in_place=True),
-        "tails": partial(tails, each_its_own=False),
-        "tails of what is left, rows of their own": partial(tails, each_its_own=True),
+        "typical, epsilon and eta": partial(typical_eta, each_its_own=False),
+        "typical, epsilon and eta of what is left, rows of their own": partial(typical_eta, each_its_own=True),
         "single logits": partial(edits, kinds=1),
         "single logits, rows of their own": partial(edits, kinds=3),
         "log-probabilities": partial(most_likely, k=0),

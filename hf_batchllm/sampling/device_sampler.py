@@ -85,8 +85,8 @@ class DeviceSampler:
         self._table = RecipeTable(recipes, vocabulary, device) if len(recipes) > 1 else None
         self._draws = any(recipe.temperature for recipe in recipes)
         self._cuts = any(recipe.cuts(vocabulary) for recipe in recipes)
-        tails = any(recipe.has_tails for recipe in recipes)
-        self._tails = (self._table or RecipeTable(recipes, vocabulary, device)) if tails else None
+        typical_eta = any(recipe.has_typical_eta for recipe in recipes)
+        self._typical_eta = (self._table or RecipeTable(recipes, vocabulary, device)) if typical_eta else None
         self.needs_kind = self._table is not None
         self.needs_seen = any(recipe.penalty != 1 for recipe in recipes)
         held_back = [tokens for _, tokens, *_ in numbers]
@@ -147,9 +147,9 @@ class DeviceSampler:
                 each = slice(None) if by_row is None else by_row.which  # one recipe is all rows'
                 edges = _top_h_edges(logits, self._top_h[each], self._warmth[each])
                 threshold = edges if threshold is None else torch.maximum(threshold, edges)
-            if self._tails is not None:
+            if self._typical_eta is not None:
                 which = rows.kind if self.needs_kind else None
-                threshold, ceiling = kernels.tail_cuts(logits, self._tails, which, threshold)
+                threshold, ceiling = kernels.typical_eta_cuts(logits, self._typical_eta, which, threshold)
             tokens = kernels.gumbel_sample(
                 logits,
                 recipe.temperature if by_row is None else by_row,

@@ -15,7 +15,7 @@ _HOMES = {
     "top_logprobs": ("note_top_logprobs",),
     "penalties": ("penalise", "mark_seen"),
     "sample": ("greedy", "gumbel_sample", "advance"),
-    "tails": ("tail_cuts",),
+    "typical_eta": ("typical_eta_cuts",),
     "token_edits": ("edit_tokens", "ban_repeats", "force_tokens", "grow_ends", "append_tokens"),
     "token_masks": ("mask_tokens",),
     "top_k_top_p": ("cutoffs",),
@@ -29,7 +29,7 @@ class SamplingKernels:
     greedy: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
     cutoffs: Callable[..., torch.Tensor]
-    tail_cuts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    typical_eta_cuts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     penalise: Callable[..., torch.Tensor]
     mark_seen: Callable[..., None]
     advance: Callable[..., None]

@@ -35,8 +35,8 @@ class Recipe:
     top_h: float | None = None  # this one sees all, as top-k does
 
     @property
-    def has_tails(self) -> bool:
-        """Whether ``tail_cuts`` has anything to do."""
+    def has_typical_eta(self) -> bool:
+        """Whether ``typical_eta_cuts`` has anything to do."""
         return self.temperature != 0 and any(each is not None for each in (self.typical_p, self.epsilon, self.eta))
 
     def cuts(self, vocabulary: int) -> int:
@@ -92,11 +92,11 @@ class RecipeTable:
             columns.append(self._tensor(column, torch.int32 if name in ("cuts", "top_k") else torch.float32))
         self.numbers = Numbers(*columns)
         self.penalty = self._tensor([recipe.penalty for recipe in recipes], torch.float32)
-        self.has_typical = any(recipe.has_tails and recipe.typical_p is not None for recipe in recipes)
+        self.has_typical = any(recipe.has_typical_eta and recipe.typical_p is not None for recipe in recipes)
 
     @cached_property
-    def tails(self) -> torch.Tensor:  # [3, recipes] float32
-        """For ``tail_cuts``: typical-p, epsilon and eta; 0 where a recipe has none."""
+    def typical_eta(self) -> torch.Tensor:  # [3, recipes] float32
+        """For ``typical_eta_cuts``: typical-p, epsilon and eta; 0 where a recipe has none."""
         columns = [
             [
                 0.0 if value is None or not recipe.temperature else value

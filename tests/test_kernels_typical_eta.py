@@ -12,8 +12,8 @@ from support_kernels import DEVICE, kernel
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, TypicalLogitsWarper
 
 from hf_batchllm.kernels.lists.sampling_recipes import Recipe, RecipeTable
-from hf_batchllm.kernels.reference import tails_torch
-from hf_batchllm.kernels.triton import tails_triton
+from hf_batchllm.kernels.reference import typical_eta_torch
+from hf_batchllm.kernels.triton import typical_eta_triton
 
 INF = float("inf")
 
@@ -42,7 +42,7 @@ def left_by(
     module: Any, scores: torch.Tensor, recipe: dict[str, Any], temperature: float, **given: Any
 ) -> torch.Tensor:
     table = RecipeTable([Recipe(temperature=temperature, **recipe)], scores.shape[1], scores.device)
-    low, high = module.tail_cuts(scores, table, None, **given)
+    low, high = module.typical_eta_cuts(scores, table, None, **given)
     return ((scores.float() >= low[:, None]) & (scores.float() <= high[:, None]) & (scores > -INF)).cpu()
 
 
@@ -59,7 +59,7 @@ def test_the_reference_is_as_transformers(recipe: dict[str, Any], kind: str, tem
         ):  # fmt: skip
             if name in recipe:
                 wanted = warper(recipe[name])(None, wanted)
-        got = left_by(tails_torch, scores, recipe, temperature)
+        got = left_by(typical_eta_torch, scores, recipe, temperature)
         assert torch.equal(got, wanted > -INF)
 
 
@@ -76,9 +76,11 @@ def check(seed: int, kind: str, rows: int, vocabulary: int, dtype: torch.dtype) 
         None if seed % 2 else scores.float().quantile(0.3, dim=1).nan_to_num(nan=-INF) if vocabulary < 9999 else None
     )
     results = []
-    for module, where in ((tails_torch, "cpu"), (tails_triton, DEVICE)):
+    for module, where in ((typical_eta_torch, "cpu"), (typical_eta_triton, DEVICE)):
         given = None if threshold is None else threshold.to(where)
-        low, high = module.tail_cuts(scores.to(where), RecipeTable(recipes, vocabulary, where), which.to(where), given)
+        low, high = module.typical_eta_cuts(
+            scores.to(where), RecipeTable(recipes, vocabulary, where), which.to(where), given
+        )
         results.append((low.cpu(), high.cpu()))
     (their_low, their_high), (low, high) = results
     for row, recipe in enumerate(recipes[number] for number in which.tolist()):
@@ -86,7 +88,7 @@ def check(seed: int, kind: str, rows: int, vocabulary: int, dtype: torch.dtype) 
         mine, its = ((bare >= a[row]) & (bare <= b[row]) for a, b in ((low, high), (their_low, their_high)))
         odd = (mine != its) & (bare > -INF)
         if odd.any():  # by rounding alone
-            assert recipe.has_tails and len(set(bare[odd].tolist())) <= 2
+            assert recipe.has_typical_eta and len(set(bare[odd].tolist())) <= 2
             values = sorted({*bare[odd].tolist()})
             weights = ((bare.double() - bare.double().max()) / warmth).exp()
             inside = [float(weights[its].sum()), float(weights[mine].sum())]

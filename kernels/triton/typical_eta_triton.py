@@ -1,4 +1,4 @@
-"""Typical-p, epsilon and eta on the device without sorting, in Triton; the reference is in ``tails_torch``.
+"""Typical-p, epsilon and eta on the device without sorting, in Triton; the reference is in ``typical_eta_torch``.
 
 One block for each row goes over it a few times. The surprise of a token differs from what is to be expected by a
 distance that its logit alone decides, so a row's tokens within some distance lie in one stretch of logits. Two scans
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from ..lists.sampling_recipes import RecipeTable
 
-TAIL_BLOCK = 4096  # tokens that are looked at together
-TAIL_WARPS = 16
+TYPICAL_ETA_BLOCK = 4096  # tokens that are looked at together
+TYPICAL_ETA_WARPS = 16
 LISTED_SHARE = 8  # of the vocabulary, one token in so many has room in the list
 
 _INFINITY = tl.constexpr(float("inf"))
@@ -188,8 +188,8 @@ def _likelier(logits, factor, best, total, share, low, high, VOCABULARY: tl.cons
 
 
 @triton.jit(do_not_specialize_on_alignment=["which", "threshold"])
-def _tails(
-    logits, row_stride, which, factors, tails, recipes, threshold, listed, out_low, out_high,
+def _typical_eta(
+    logits, row_stride, which, factors, typical_eta, recipes, threshold, listed, out_low, out_high,
     BY_ROW: tl.constexpr,
     CUT: tl.constexpr,
     ROOM: tl.constexpr,
@@ -205,7 +205,8 @@ def _tails(
     if CUT:
         low = tl.load(threshold + row)
     typical, epsilon, eta = (
-        tl.load(tails + recipe), tl.load(tails + recipes + recipe), tl.load(tails + 2 * recipes + recipe)
+        tl.load(typical_eta + recipe), tl.load(typical_eta + recipes + recipe),
+        tl.load(typical_eta + 2 * recipes + recipe),
     )  # fmt: skip
     if (typical > 0) | (epsilon > 0) | (eta > 0):
         factor = tl.load(factors + recipe)
@@ -235,7 +236,7 @@ def _tails(
     tl.store(out_high + row, high)
 
 
-def tail_cuts(
+def typical_eta_cuts(
     logits: torch.Tensor,  # [rows, vocabulary]
     table: RecipeTable,
     which: torch.Tensor | None,  # [rows] int32  each row's recipe; None: all have the first
@@ -253,13 +254,13 @@ def tail_cuts(
     assert logits.stride(1) == 1
     low, high = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        tails = table.tails
+        typical_eta = table.typical_eta
         room = triton.cdiv(vocabulary, LISTED_SHARE)
         listed = torch.empty(rows if table.has_typical else 1, room, dtype=torch.float32, device=logits.device)
-        _tails[(rows,)](
-            logits, logits.stride(0), low if which is None else which, table.numbers.factor, tails, tails.shape[1],
-            low if threshold is None else threshold, listed, low, high,
+        _typical_eta[(rows,)](
+            logits, logits.stride(0), low if which is None else which, table.numbers.factor, typical_eta,
+            typical_eta.shape[1], low if threshold is None else threshold, listed, low, high,
             BY_ROW=which is not None, CUT=threshold is not None, ROOM=room, VOCABULARY=vocabulary,
-            BLOCK=TAIL_BLOCK, num_warps=TAIL_WARPS,
+            BLOCK=TYPICAL_ETA_BLOCK, num_warps=TYPICAL_ETA_WARPS,
         )  # fmt: skip
     return low, high

@@ -1,4 +1,4 @@
-"""The plain PyTorch reference of ``tails_triton``: same signature, same results but for the rounding of masses."""
+"""The reference of ``typical_eta_triton``: same signature, same results but for the rounding of masses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ..lists.sampling_recipes import RecipeTable
 
 
-def tail_cuts(
+def typical_eta_cuts(
     logits: torch.Tensor,  # [rows, vocabulary]
     table: RecipeTable,
     which: torch.Tensor | None,  # [rows] int32  each row's recipe; None: all have the first
@@ -26,7 +26,7 @@ def tail_cuts(
     scores = logits.float()
     low = scores.new_full((rows,), -math.inf) if threshold is None else threshold.clone()
     high = torch.full_like(low, math.inf)
-    typical, epsilon, eta = table.tails[:, which].double()
+    typical, epsilon, eta = table.typical_eta[:, which].double()
     temperature = table.temperature[which]
     best = scores.amax(dim=-1) if vocabulary else low
     sound = best.isfinite() & (temperature > 0)
