@@ -150,7 +150,7 @@ class BatchGenerator(TogetherCalls):
         progress: bool | None = None,
         **generate_kwargs: Unpack[GenerateOptions],
     ) -> Iterator[Generation]:
-        """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
+        """Like ``generate``, but gives each result once it is finished. Prompts and options are checked at once.
 
         A prompt that does not fit into the KV cache is found when the first result is asked for. A bar is shown with
         ``progress=True`` only. A stream keeps nothing in ``interrupted``, as each result was handed out: put them into

@@ -170,7 +170,7 @@ class _Settings:
 
     @classmethod
     def of(cls, lm: HFLM, gen_kwargs: dict[str, Any]) -> _Settings:
-        """As ``hf`` understands the arguments of a task."""
+        """The settings that ``hf`` would take from a task's arguments."""
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
         eos = None if lm.eot_token_id is None else lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(kwargs.pop("until"), eos=eos)

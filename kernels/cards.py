@@ -24,7 +24,7 @@ BOX_OF_DESCRIPTORS = 64  # tokens, at most
 
 
 class Launch(NamedTuple):
-    """Of an attention kernel."""
+    """How an attention kernel is launched."""
 
     lines: int  # of a block
     warps: int
@@ -85,7 +85,7 @@ class Card:
         return self.decode_64.of(widest)
 
     def parts(self, tile: int, widest: int, itemsize: int) -> Launch:
-        """As ``decode``, for attention in parts: a block holds what lines have so far, and what they have of a part."""
+        """The launch for attention in parts: a block holds what lines have so far, and what they have of a part."""
         if itemsize == 4:
             return self.exact.of(widest)._replace(warps=8)
         return self.in_parts[(16, 64, 128).index(tile)].of(widest)
@@ -229,13 +229,13 @@ def card_of(capability: Capability) -> Card:
 
 
 def card_in_use() -> Card:
-    """Of the current device."""
+    """The card of the current device."""
     return card_on(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU)
 
 
 @cache
 def card_on(device: torch.device) -> Card:
-    """Of a device with an index. A CPU, which interprets kernels, counts as a Hopper card."""
+    """The card of a device with an index. A CPU, which interprets kernels, counts as a Hopper card."""
     if torch.version.hip is not None:
         return INSTINCT
     capability = capability_on(device)

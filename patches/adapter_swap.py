@@ -132,7 +132,7 @@ class AdapterSwap(Swap):
 
     @contextmanager
     def applied_alone(self) -> Iterator[None]:
-        """As ``applied``, outside a step: other threads wait."""
+        """Applied outside a step: other threads wait."""
         with self._attention.others_wait(), self.applied():
             yield
 

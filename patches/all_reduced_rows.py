@@ -59,7 +59,7 @@ class GroupAllReduce:
 
 
 def all_reduced_forward(linear: nn.Module, all_reduce: AllReduce) -> Callable[..., torch.Tensor]:
-    """Of a linear layer whose inputs are spread over the ranks."""
+    """The forward of a linear layer whose inputs are spread over the ranks."""
     parameters = linear._parameters
 
     def forward(input: torch.Tensor) -> torch.Tensor:  # [..., this rank's inputs]

@@ -141,7 +141,7 @@ class Rotation:
     q_factor: torch.Tensor | None = None  # [tokens]  by which q is multiplied at the end
 
     def options(self) -> dict[str, Any]:
-        """As keyword arguments of ``rope_and_write``."""
+        """The fields that ``rope_and_write`` takes as keyword arguments."""
         return {name: getattr(self, name) for name in _ROTATION_OPTIONS}
 
 

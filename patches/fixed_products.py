@@ -86,7 +86,7 @@ def kind_of(product: nn.Module) -> object:
 
 
 def kinds_that_may_be_wide(model: nn.Module, rows: int, wide_rows: int, threads: FixedThreads) -> set[object]:
-    """Of products that give the same bits in one go and in pieces of so many rows, with the threads that there are.
+    """Kinds of products that give the same bits in one go and in pieces of so many rows, with the threads there are.
 
     In half precision products of other shapes differ in a few numbers of a million: no trial would find them surely.
     """

@@ -14,7 +14,7 @@ from .fused_forwards import Forward, FusedKernels, Made, Norms, Residual
 def gemma4_layer_forward(
     layer: Any, family: Family, kernels: FusedKernels, residual: Residual, takes: bool, leaves: bool
 ) -> Forward:
-    """As ``fused_forwards.layer_forward``."""
+    """The forward of a layer of Gemma 4: see ``fused_forwards.layer_forward``."""
     norms = Norms(family, kernels)
     defaults = {
         name: parameter.default

@@ -30,7 +30,7 @@ def _added_in_place(
     visual_pos_masks: torch.Tensor,  # [1, tokens]
     visual_embeds: torch.Tensor,  # [tokens of images, dim]
 ) -> torch.Tensor:
-    """As Qwen3-VL's method, in the tensor itself, which fused layers know by its identity. Nothing is waited for."""
+    """Qwen3-VL's method in the tensor itself, which fused layers know by its identity. Nothing is waited for."""
     beside = torch.zeros_like(hidden_states)
     beside.masked_scatter_(visual_pos_masks[..., None], visual_embeds.to(hidden_states.dtype))
     return hidden_states.add_(beside)

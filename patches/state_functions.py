@@ -205,7 +205,7 @@ def own_delta_rule(
 def own_state_space(
     call: StateSpace, tokens: slice, state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, heads, head_dim], [heads, head_dim, state_dim]
-    """As ``own_delta_rule``."""
+    """The model's own state space, on one span: see ``own_delta_rule``."""
     assert call.own is not None
     x, dt, b, c = (each[None, tokens] for each in (call.x, call.dt, call.b, call.c))
     out, left = call.own(

@@ -29,7 +29,7 @@ _Pieces = list[tuple[int, torch.Tensor | None]]  # a length, and the places of a
 
 
 class TowerAttention:
-    """Of one model: its tower attends to pieces of one length at once, if it packs them at all."""
+    """The attention of one model's tower, which attends to pieces of one length at once, if it packs them at all."""
 
     def __init__(self, inner: Any) -> None:
         tower: Any = getattr(inner, "visual", None)

@@ -41,7 +41,7 @@ class Uncompiled(Swap):
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:
-    """As ``modules()``, several times faster, in another order; a module that stands in two places comes twice."""
+    """Gives all of ``modules()``, several times faster, in another order. One that stands in two places comes twice."""
     found: list[nn.Module] = []
     waiting: list[nn.Module | None] = [model]
     while waiting:

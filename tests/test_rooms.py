@@ -299,6 +299,18 @@ def test_each_room_says_what_it_is_for() -> None:
             assert said.partition("\n")[0].endswith((".", ":")), f"{name} needs a line that says what it is for"
 
 
+def test_docstrings_have_a_subject() -> None:
+    """None begins with "Of" or "As": such a line needs the name above it to be understood."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    found = [
+        f"{name}: {said.partition(chr(10))[0]}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, kinds) and (said := ast.get_docstring(node) or "").startswith(("Of ", "As "))
+    ]
+    assert not found, "\n".join(found)
+
+
 def main() -> None:
     files = modules()
     for number, name in enumerate(ROOMS):

@@ -114,7 +114,7 @@ def contender(model: Any, variant: Variant, fields: dict[str, Any]) -> Ours:
 def ablate(
     model: Any, workload: Workload, some: Sequence[Variant], fields: dict[str, Any], rounds: int
 ) -> list[tuple[Measurement, Any]]:
-    """Of each variant its runs, and the report of the last one. The first variant must not fail."""
+    """The runs of each variant, and the report of its last one. The first variant must not fail."""
     prompts, answers, cuda = workload.prompts(words_of(model)), workload.answers, model.device.type == "cuda"
     ours = [contender(model, variant, fields) for variant in some]
     rows = [Measurement(variant.name, workload) for variant in some]

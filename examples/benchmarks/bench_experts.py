@@ -64,12 +64,12 @@ class ExpertShape:
 
     @property
     def up_weights(self) -> int:
-        """Of gate and up of one expert; down has half as many."""
+        """Weights of gate and up of one expert; down has half as many."""
         return 2 * self.inter * self.hidden
 
     @property
     def layers(self) -> int:
-        """As many as a graph goes over, so that weights come from memory."""
+        """How many layers a graph goes over: enough for weights to come from memory."""
         return max(2, round(LAYER_BYTES / (VALUE_BYTES * self.experts * 1.5 * self.up_weights)))
 
     def floors(self, tokens: int, met: float, copy: float, matmul: float) -> tuple[float, float]:

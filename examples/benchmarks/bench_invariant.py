@@ -47,7 +47,7 @@ def lists_for_a_cpu() -> Lists:
 
 
 def seconds_for(model: Any, prompts: list[list[int]], new_tokens: int, times: int, invariant: bool) -> list[float]:
-    """Of some calls, after a first one."""
+    """Seconds that each of some calls takes, after a first one."""
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "progress": False}
     found = []
     with BatchGenerator(model, invariant=invariant) as generator:

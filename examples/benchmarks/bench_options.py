@@ -29,7 +29,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "t
 
 
 class NoBreaks(LogitsProcessor):
-    """As a user writes one."""
+    """A processor as a user writes one."""
 
     def __init__(self, tokens: list[int], device: torch.device) -> None:
         self.tokens = torch.tensor(tokens, device=device)
@@ -39,7 +39,7 @@ class NoBreaks(LogitsProcessor):
 
 
 class NoBreaksAnywhere(NoBreaks):
-    """As one that says that it takes all rows at once."""
+    """A processor that says that it takes all rows at once."""
 
     supports_continuous_batching = True
 

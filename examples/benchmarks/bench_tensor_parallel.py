@@ -140,7 +140,7 @@ def _made(name: str, weight: torch.Tensor, device: torch.device, rank: int) -> n
 
 
 def _buffer_of(module: nn.Module, key: str, device: torch.device) -> torch.Tensor:
-    """As the class makes it of its config: angles of RoPE."""
+    """A buffer as the class makes it of its config: angles of RoPE."""
     takes = inspect.signature(type(module).__init__).parameters
     if "config" not in takes:
         raise ValueError(f"{type(module).__name__} has a buffer `{key}` that its config does not tell")

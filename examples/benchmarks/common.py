@@ -120,7 +120,7 @@ def model_of(asked: argparse.Namespace) -> Any:
 
 
 def workload_of(asked: argparse.Namespace, kind: str = "rfc") -> Workload:
-    """Of the options in RFC."""
+    """The workload that the options in RFC ask for."""
     return Workload(asked.requests, asked.shared, asked.own, asked.new, asked.degree, kind=kind)
 
 
@@ -195,7 +195,7 @@ def write_json(path: Path | None, figures: object) -> None:
 
 
 def print_pair(*rows: tuple[str, int, float]) -> None:
-    """Of two contenders on questions: name, questions, seconds; ours comes first."""
+    """Print two contenders' speeds. A row: name, questions, seconds; ours comes first."""
     table, speeds = Table({"": "<24", "questions": "10,", "seconds": "10.2f", "a second": "10.2f", "x": "6.2f"}), []
     print()
     for name, count, seconds in rows:
@@ -355,7 +355,7 @@ RIMES = ["a", "e", "i", "o", "u", "an", "en", "in", "on", "er", "or", "al", "ed"
 
 
 def made_up_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Of bytes, and of words of syllables with a space before them or none."""
+    """A tokenizer of bytes, and of words of syllables with a space before them or none."""
     rng = random.Random(0)
     tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     while len(tokens) < vocabulary - 1:
@@ -376,7 +376,7 @@ def tokenizer_of_words(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def schema(row: int | None, bounded: bool = False) -> dict[str, Any]:
-    """Of a small object with a name, numbers and some texts; with a number, of one that no other row has."""
+    """A small object with a name, numbers and some texts; with a number, one that no other row has."""
     text: dict[str, Any] = {"type": "string"} | ({"maxLength": 200} if bounded else {})
     own = {} if row is None else {f"field_{row}": {"type": "integer"}}
     fields = {"name": text, "age": {"type": "integer"}, **own, "notes": {"type": "array", "items": text}}

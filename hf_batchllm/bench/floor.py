@@ -137,7 +137,7 @@ class Shape:
         return (whole + sum(each.weights * each.met(rows) for each in self.mixtures)) * self.value_bytes
 
     def experts_met(self, rows: np.ndarray) -> float:
-        """Of a layer by a step, on average over layers and steps."""
+        """How many experts of a layer a step meets, on average over layers and steps."""
         return float(np.mean([each.met(rows) for each in self.mixtures])) if self.mixtures and len(rows) else 0.0
 
     @classmethod

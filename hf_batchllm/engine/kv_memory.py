@@ -202,7 +202,7 @@ class KVMemory:
         self.memory.trim()
 
     def _affordable(self, wanted: Room, needed: Room, beside: Callable[[int], int | None], held: int = 0) -> Room:
-        """As much of the ``wanted`` room as fits into memory. ``held``: bytes that the cache has already."""
+        """The part of the ``wanted`` room that fits into memory. ``held``: bytes that the cache has already."""
         free = held + self._free()
         size = None if self._config.kv_memory is None else self._config.kv_bytes(free)
         if size is None:
@@ -226,7 +226,7 @@ class KVMemory:
         return room
 
     def _within(self, size: int, wanted: Room, needed: Room) -> Room:
-        """As much of the ``wanted`` room as ``size`` bytes hold: pages and slots in proportion, as they run out.
+        """The part of the ``wanted`` room that ``size`` bytes hold: pages and slots in proportion, as they run out.
 
         But for the ``needed`` room: neither takes what the other lacks for a single sequence.
         """

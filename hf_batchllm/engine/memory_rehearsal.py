@@ -51,7 +51,7 @@ class LargestStep:
     longest: int  # the most tokens of a sequence
 
     def part(self, token_bytes: int) -> LargestStep:
-        """As much of the step as shows its memory. ``token_bytes``: of a token's hidden state."""
+        """A part of the step that is enough to show its memory. ``token_bytes``: of a token's hidden state."""
         tokens = 1 << (-(-_PART_BYTES // token_bytes) - 1).bit_length()  # equal for steps of nearly the same size
         if tokens >= self.tokens:
             return self

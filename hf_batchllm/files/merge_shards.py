@@ -238,7 +238,7 @@ class _Parts:
                     yield list(part.journal.items(numbers[first : first + _LINES_AT_ONCE]))
 
     def figures(self, report: FileReport) -> dict[str, Any]:
-        """As a run has them. Tokens and seconds are summed over the jobs."""
+        """The figures that a run has. Tokens and seconds are summed over the jobs."""
         each = [part.record.figures for part in self.begun]
         summed = {name: sum(figures.get(name) or 0 for figures in each) for name in _SUMMED}
         return {"records": report.records, "before": 0, "written": report.records, "errors": report.errors, **summed}

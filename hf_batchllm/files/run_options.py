@@ -41,7 +41,7 @@ class RunOptions:
 
     @property
     def format(self) -> str | None:
-        """Of the file that the run writes; None where its name says it."""
+        """The format of the file that the run writes; None where its name says it."""
         return self.output_format if self.shard is None else "jsonl"
 
     def check_target(self, target: str) -> None:

@@ -121,7 +121,7 @@ NO_SETTINGS = GenerationSettings()
 
 
 def _merged(own: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of ``chat_template_kwargs`` each name counts by itself."""
+    """Own settings over those of ``base``. Each name in ``chat_template_kwargs`` counts by itself."""
     kwargs = "chat_template_kwargs"
     if kwargs in own and kwargs in base:
         own = {**own, kwargs: {**base[kwargs], **own[kwargs]}}

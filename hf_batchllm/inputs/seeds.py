@@ -36,7 +36,7 @@ def noise_key(seeds: Seeds, index: int) -> tuple[int, int]:
 
 
 def without_numbers(seeds: Seeds | None) -> int | Sequence[int] | None:
-    """As a report names it."""
+    """The seed as a report names it."""
     return seeds.seed if isinstance(seeds, SeedOfWhole) else seeds
 
 

@@ -61,7 +61,7 @@ class TokenizerLoader:
         self._tokenizer, self._is_kept = load_tokenizer(self._model, self._saved_with, **options), True
 
     def shown(self) -> Any:
-        """As ``found``, for a user, who may change it: no other generator has it."""
+        """The tokenizer for a user, who may change it: no other generator has it."""
         found = self.found()
         if self._is_kept:
             self._tokenizer, self._is_kept = copy.deepcopy(found), False

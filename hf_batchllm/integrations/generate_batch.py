@@ -150,7 +150,7 @@ def _warn_of_failed(failed: Sequence[GenerationOutput]) -> None:
 
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """As the original leaves it; here each module is put back."""
+    """The model in eval mode, as the original method has it. Here each module is put back."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
         module.training = False

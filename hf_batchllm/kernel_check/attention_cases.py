@@ -265,7 +265,7 @@ def tried(device: torch.device, shape: Shape) -> str | None:
 
 
 def tried_in_parts(device: torch.device, shape: Shape) -> str | None:
-    """As ``tried``."""
+    """What fails in attention in parts: see ``tried``."""
     where = Where(device)
     cases: Cases = {"KV cache": partial(writing, where, shape), "attention in parts": partial(in_parts, where, shape)}
     return _failure(cases, shape)

@@ -125,5 +125,5 @@ def same(ours: torch.Tensor, wanted: torch.Tensor, what: str = "the result", but
 
 
 def is_interpreted() -> bool:
-    """As Triton reads its environment variable."""
+    """Whether Triton interprets its kernels. The environment variable is read as Triton reads it."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

@@ -163,7 +163,7 @@ class AttentionBatch:
     copies: Copies | None = None  # K and V to be copied, in each layer, once those of the step are written
 
     def sees_to(self, window: int | None) -> np.ndarray | None:
-        """As ``TwoWay`` has it, in layers with this window. None: each token sees what is before it, and itself."""
+        """How far each token sees in layers with this window. None: what is before it, and itself."""
         if self.two_way is None or (self.two_way.only_with_window and window is None):
             return None
         return self.two_way.sees_to
@@ -209,7 +209,7 @@ class AttentionBatch:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """As objects, for what looks at them one by one."""
+        """The spans as objects, for what looks at them one by one."""
         columns = self.span_unit, self.span_begin, self.span_end, self.span_position
         return [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 

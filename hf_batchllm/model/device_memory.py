@@ -156,7 +156,7 @@ class CudaMemory(CountedMemory):
 
 
 class XpuMemory(CountedMemory):
-    """Of Intel's GPUs. The memory of one within a processor is the host's."""
+    """Memory of Intel's GPUs. That of one within a processor is the host's."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, torch.xpu)
@@ -183,7 +183,7 @@ class XpuMemory(CountedMemory):
 
 
 class MpsMemory(HostMemory):
-    """Of a Mac's GPU, which is the host's memory. Apple says how much of it a GPU should take at most.
+    """Memory of a Mac's GPU, which is the host's. Apple says how much of it a GPU should take at most.
 
     There are no counters of peaks.
     """

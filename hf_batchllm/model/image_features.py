@@ -49,7 +49,7 @@ class ImageFeatures:
 
     @staticmethod
     def of(model: nn.Module, prompts: Sequence[Prompt], order: Iterable[int]) -> ImageFeatures | None:
-        """Of these prompts, which run in this order; None where none shows an image."""
+        """The features of these prompts, which run in this order; None where none shows an image."""
         if all(prompt.images is None for prompt in prompts):
             return None
         shown = [prompts[place].images for place in order]

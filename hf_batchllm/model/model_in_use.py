@@ -66,7 +66,7 @@ class ModelInUse:
 
     @property
     def _groups(self) -> list[str]:
-        """Of kernels, beside those for attention."""
+        """The groups of kernels, beside those for attention."""
         return [
             *(["layers"] if self.config.fuse else []),
             *(["states"] if self.architecture.states else []),

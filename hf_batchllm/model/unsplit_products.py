@@ -47,7 +47,7 @@ def why_not_unsplit() -> str | None:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Of a process."""
+    """The settings of a process."""
 
     library: Any
     reduced: dict[str, tuple[bool, bool]]  # whether sums may be rounded on their way, and whether they may be split

@@ -30,7 +30,7 @@ class Ended(BaseException):
 
 
 class _Prompts:
-    """Of this call, which results come without."""
+    """The prompts of this call, which results come without."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -77,7 +77,7 @@ class Follower(GroupsDevices):
 
     @property
     def devices(self) -> Follower:
-        """As a leader has them."""
+        """What stands for the devices of a leader."""
         return self
 
     # -- a call ------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Leader:
                 group.watch.all_have_heard()
 
     def _shown(self, error: BaseException) -> bytes:
-        """Of a call that has begun, an error of the library's own and what had finished are those of all ranks."""
+        """The error as all ranks raise it, where the call had begun and it is the library's own; else nothing."""
         if isinstance(error, RanksError) or not (self._hands_on and self._turn.begun):
             return b""
         with suppress(Exception):  # what cannot be packed is told in words

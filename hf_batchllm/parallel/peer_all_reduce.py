@@ -27,7 +27,7 @@ _TRIAL_SECONDS = 60.0  # with the time that the compiler takes
 
 
 class Ranks(Protocol):
-    """As Group has them."""
+    """What is used of a Group."""
 
     size: int
     rank: int

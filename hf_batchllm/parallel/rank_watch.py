@@ -28,7 +28,7 @@ _open: list[RankWatch] = []
 
 
 class RankWatch:
-    """Of one rank, for as long as its process runs.
+    """Watches over the other ranks, for as long as this process runs.
 
     exchange: gives, on each rank, what all of them have passed. release: ends the group of the devices.
     ``connections``: between the first rank and each other one, for all else that hosts tell each other.
@@ -112,7 +112,7 @@ class RankWatch:
         self._send("failed", self.rank, why)
 
     def all_have_heard(self) -> None:
-        """Of this rank's failure, where ranks exchange things: no group needs to be ended for it."""
+        """Tell that all know of this rank's failure, from an exchange: no group needs to be ended for it."""
         self._send("heard", self.rank, "")
 
     def tell_of_interrupt(self) -> None:

@@ -127,7 +127,7 @@ class PagedCache:
         self.num_pages = num_pages
 
     def compact_slots(self) -> list[int]:
-        """As ``compact``, for the slots of states."""
+        """Shrink the slots of states to those that are held: see ``compact``."""
         return [] if self.slots is None else self.slots.compact(list(self._holders))
 
     def compact(self) -> list[int]:
@@ -279,7 +279,7 @@ class PagedCache:
         return True
 
     def evict_idle(self, pages: int, slots: int = 0) -> bool:
-        """As ``evict``, then give up prefixes without a *running* request: waiting ones compute them again."""
+        """Evict, then give up prefixes without a *running* request: waiting ones compute them again."""
         if self.evict(pages, slots):
             return True
         for prefix in [unit for unit in self._holders if isinstance(unit, Prefix)]:

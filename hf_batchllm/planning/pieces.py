@@ -59,7 +59,7 @@ class Split:
         return mine.own + sum(self.segment_costs[segment] for segment in mine.above)
 
     def half_of(self, pieces: Sequence[int], left: float) -> list[int]:
-        """Of the pieces that come last, as many as take another process no longer than the rest takes this one.
+        """The last of the pieces: as many as take another process no longer than the rest takes this one.
 
         The other has to compute what they have in common with the rest once more. ``left``: of all that this one has.
         """
@@ -110,7 +110,7 @@ class _Tree:
         self._children, self._roots = self._ordered()
 
     def _longest_answers(self, longest: np.ndarray) -> np.ndarray:
-        """Of each segment, the steps in which it is read."""
+        """The steps in which each segment is read."""
         most = np.zeros(len(self._plan.segments))
         parents = self._plan.parents
         inside = parents >= 0
@@ -138,7 +138,7 @@ class _Tree:
 
     @cached_property
     def _totals(self) -> list[float]:
-        """Of each segment with all that stands on it."""
+        """The cost of each segment with all that stands on it."""
         totals = list(self.segment_costs)
         for segment in reversed(self._plan.segments):  # a parent comes before its children
             totals[segment.index] += sum(
@@ -154,7 +154,7 @@ class _Tree:
         return float(self.prompt_costs[node]) if node >= 0 else self._totals[~node]
 
     def prompts(self, node: int) -> list[int]:
-        """Of a node, in run order."""
+        """The prompts of a node, in run order."""
         if node >= 0:
             return [node]
         segment = self._plan.segments[~node]
@@ -263,6 +263,6 @@ class _Shares:
         return min(range(self._processes), key=split.costs.__getitem__)
 
     def _cost(self, numbers: Sequence[int], computed: set[int]) -> float:
-        """Of pieces of a group in one process, which has ``computed`` some segments."""
+        """The cost of pieces of a group in one process, which has ``computed`` some segments."""
         above = {segment for number in numbers for segment in self._pieces[number].above} - computed
         return sum(self._pieces[number].own for number in numbers) + sum(self._segment_costs[each] for each in above)

@@ -174,7 +174,7 @@ class QueueScheduler(BaseScheduler):
         return used
 
     def _whole_images(self, unit: Unit, count: int, step: Step) -> int:
-        """Of ``count`` tokens as many as end where a chunk may end. In an empty step there are some, come what may."""
+        """How many of ``count`` tokens end where a chunk may end. In an empty step there are some, come what may."""
         begin = unit.computed
         whole = unit.chunk_end(begin, begin + count) - begin
         if whole == 0 and step.rows:

@@ -328,7 +328,7 @@ class Request(Unit):
         return self._tokens(self.prompt_keys, begin, end)
 
     def ids(self, begin: int, end: int) -> np.ndarray:
-        """As ``tokens``, in images the ids of their placeholders."""
+        """The ids at these positions; in images those of their placeholders."""
         return self._tokens(self.prompt_ids, begin, end)
 
     def _tokens(self, of_prompt: np.ndarray, begin: int, end: int) -> np.ndarray:
@@ -393,7 +393,7 @@ class Branch(Request):
         return self.base if isinstance(self.base, Branch) and self.base is not self.root else None
 
     def most_pages(self, page_size: int) -> int:
-        """Of the root: its own pages and pages for every beam that share nothing.
+        """The root's own pages, and pages for every beam that share nothing.
 
         With so many a search can always go on, however its beams shared pages before: each gets pages of its own.
         """

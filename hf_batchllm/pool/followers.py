@@ -33,7 +33,7 @@ _NO_LIMIT = timedelta(days=365)  # a rank that is gone is heard of otherwise
 
 
 class Followers:
-    """As the worker has them, which is the first rank. ``size``: of ranks, with the worker."""
+    """The processes of the other ranks. The worker is the first rank. ``size``: of all ranks."""
 
     def __init__(self, size: int, device: str, load: Parcel) -> None:
         self._folder = os.environ[FOLDER]

@@ -114,7 +114,7 @@ class GeneratorPool(ListCalls):
         progress: bool | None = None,
         **generate_kwargs: Unpack[GenerateOptions],
     ) -> Iterator[Generation]:
-        """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once."""
+        """Like ``generate``, but gives each result once it is finished. Prompts and options are checked at once."""
         check_progress(progress)
         began = time.perf_counter()
         with self._taking():

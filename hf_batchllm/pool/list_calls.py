@@ -122,7 +122,7 @@ class ListCalls(ABC):
             self._running = False
 
     def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
-        """As ``_found``, while no call runs."""
+        """Ask a worker while no call runs: see ``_found``."""
         with self._taking():
             return self._found(function, *given)
 

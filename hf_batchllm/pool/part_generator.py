@@ -83,7 +83,7 @@ class PartGenerator(BatchGenerator):
         return scores
 
     def texts_of(self, lists: Sequence[list[int]]) -> list[str | None]:
-        """Of token ids; None where there is no tokenizer."""
+        """The texts of token ids; None where there is no tokenizer."""
         return [self._tokenizer.decode(ids) for ids in lists]
 
     def token_costs(self) -> TokenCosts:

@@ -108,7 +108,7 @@ class PoolCall:
         bar.draw(finished, done, passed, passed * (1 - done) / done if done else None, said)
 
     def _cost(self, pieces: Iterable[int]) -> float:
-        """Of what is left of them."""
+        """The cost of what is left of these pieces."""
         return sum(self._split.cost(piece) * self._left[piece] / len(self._units[piece]) for piece in pieces)
 
     # -- what comes in -------------------------------------------------------------------------------------------

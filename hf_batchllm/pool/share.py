@@ -10,7 +10,7 @@ from ..results.run_report import RunReport
 
 @dataclass
 class Share:
-    """Of a worker of a pool, or of a rank."""
+    """What a worker of a pool, or a rank, has to do and has done."""
 
     name: str  # of what it runs on, in the report
     pieces: set[int] = field(default_factory=set)  # that it runs, or is given once it is free

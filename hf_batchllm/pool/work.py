@@ -58,7 +58,7 @@ class Work(ABC):
 
     @cached_property
     def plan(self) -> SharingPlan:
-        """Of all sequences, for the report."""
+        """The plan of all sequences, for the report."""
         job = self.job
         plan: SharingPlan = CallPlan(job.prompts, job.runs, job.max_new_tokens, job.widths, self._config).sharing
         return plan
@@ -190,5 +190,5 @@ class ScoreWork(Work):
 
 
 def listed(prompts: Any) -> list[Any] | tuple[Any, ...]:
-    """As what can be sent: a generator cannot."""
+    """The prompts in a form that can be sent: a generator cannot."""
     return prompts if isinstance(prompts, list | tuple) else list(prompts)

@@ -155,7 +155,7 @@ class ScoreResult(Rows[Score]):
 
     @property
     def probabilities(self) -> list[list[float]]:
-        """Of each context: how likely each continuation is if it must be one of them.
+        """How likely each continuation of each context is, if it must be one of them.
 
         These add up to 1. They are NaN where ``best`` gives None.
         """
@@ -270,7 +270,7 @@ def _bar(share: float, is_best: bool) -> str:
 
 
 def _context(context: Any) -> str:
-    """Of a chat, the last message."""
+    """The context in short. A chat shows its last message."""
     if context is None:
         return DASH
     whole = str(context[-1].get("content", "")) if isinstance(context, list) and context else str(context)

@@ -118,7 +118,7 @@ class SharingPlan:
 
     @cached_property
     def _levels(self) -> list[int]:
-        """Of each segment: 1 at the top, 2 for its children, and so on."""
+        """The level of each segment: 1 at the top, 2 for its children, and so on."""
         levels: list[int] = []
         for segment in self.segments:
             levels.append(1 + (levels[segment.parent] if segment.parent >= 0 else 0))

@@ -57,7 +57,7 @@ class TokenMasks:
         return TokenMasks(self.bits.to(device, non_blocking=True), line, kernel)
 
     def fitted(self, vocabulary: int) -> TokenMasks:
-        """Of so many ids: a model may give logits of more ids than its tokenizer has, or of fewer."""
+        """Pads or cuts the masks to ``vocabulary`` ids: the LM head may have more than the tokenizer, or fewer."""
         words = -(-vocabulary // WORD)
         lacking = max(0, words - self.bits.shape[1])
         bits = F.pad(self.bits, (0, lacking)) if lacking else self.bits[:, :words]

@@ -23,7 +23,7 @@ _FORBIDDEN = -float("inf")
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """Of a prompt's options. The fields stand in the order in which transformers applies them. Defaults do nothing."""
+    """What a prompt's options do to logits, in the order in which transformers applies them. Defaults do nothing."""
 
     biased: Sequences = ()
     prompt_penalty: float = 1.0  # as ``encoder_repetition_penalty`` is applied: below 1 for a penalty above

@@ -234,7 +234,7 @@ def log_probs(logits: torch.Tensor, rows: np.ndarray, tokens: Sequence[int], k: 
 def start_log_probs(
     logits: torch.Tensor, rows: np.ndarray, tokens: Sequence[int], k: int
 ) -> Callable[[], list[LogProbs]]:
-    """As ``log_probs``. What comes back waits for the device and gives them; the logits are not needed any more."""
+    """Start ``log_probs``. What comes back waits for the device; the logits are not needed any more."""
     order = np.argsort(rows, kind="stable")
     chosen = np.asarray(tokens, dtype=np.int64)[order]
     k = min(k, logits.shape[-1])

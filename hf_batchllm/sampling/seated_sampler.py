@@ -187,7 +187,7 @@ def room_to_look_back(reach: int | None, prompt_tokens: int, max_new_tokens: int
 
 
 class _Numbers(NamedTuple):
-    """Of a seat, or of several."""
+    """Numbers of a seat, or of several."""
 
     prompt: Any
     sample: Any

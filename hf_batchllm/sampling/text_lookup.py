@@ -126,5 +126,5 @@ class EarlierAnswers:
 
 
 def _key(request: Request) -> tuple[object, bytes]:
-    """Of the prompt, and the adapter that reads it."""
+    """What tells the prompt apart, and the adapter that reads it."""
     return request.key, hashlib.blake2b(np.ascontiguousarray(request.prompt_ids).data, digest_size=16).digest()

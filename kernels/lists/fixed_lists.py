@@ -221,8 +221,8 @@ def _together(nodes: Nodes, readers: Readers, group: int) -> tuple[np.ndarray, n
 def _saved(
     nodes: Nodes, readers: Readers, rows_of_a_tile: int, group: int
 ) -> tuple[np.ndarray, np.ndarray]:  # both [nodes]
-    """Of what the blocks of a node's readers read of it, the share that they do not read if they do so together; and
-    the blocks that need not read it, for each line."""
+    """The share of a node that its readers' blocks do not read if they read it together; and the blocks that need not
+    read it, for each line."""
     blocks = np.append(0, np.cumsum(-(-readers.rows // rows_of_a_tile)))
     rows = np.append(0, np.cumsum(readers.rows))
     here = rows[nodes.end] - rows[nodes.first]

@@ -66,7 +66,7 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
 
 
 def rows_of_experts(indices: torch.Tensor, experts: int, tile: int) -> RowsOfExperts:  # indices [tokens, top]
-    """Of a choice made elsewhere: a token may have an expert twice, or one that is none, which gives it nothing."""
+    """The rows of experts chosen elsewhere. A token may have one twice, or one that is none and gives nothing."""
     flat = indices.reshape(-1)
     pairs = torch.full((experts, flat.numel()), -1, dtype=torch.int32, device=flat.device)
     known = flat[(flat >= 0) & (flat < experts)]

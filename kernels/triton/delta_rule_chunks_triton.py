@@ -44,7 +44,7 @@ def _diagonal(matrix, SIZE: tl.constexpr, COUNT: tl.constexpr):  # [COUNT * SIZE
 
 @triton.jit
 def _merged(inverse, system, SIZE: tl.constexpr, COUNT: tl.constexpr):  # [2 * COUNT, SIZE, SIZE] -> half as many
-    """Of 1 + system, the inverses of blocks twice as large: [[upper, 0], [-lower @ system @ upper, lower]]."""
+    """Inverses of blocks of 1 + system, twice as large: [[upper, 0], [-lower @ system @ upper, lower]]."""
     pairs = tl.permute(tl.reshape(inverse, (COUNT, 2, SIZE, SIZE)), (0, 2, 3, 1))
     upper, lower = tl.split(pairs)
     blocks = tl.reshape(_diagonal(system, 2 * SIZE, COUNT), (COUNT, 2, SIZE, 2, SIZE))
@@ -57,7 +57,7 @@ def _merged(inverse, system, SIZE: tl.constexpr, COUNT: tl.constexpr):  # [2 * C
 
 @triton.jit
 def _inverse(system, SIZE: tl.constexpr):  # [SIZE, SIZE], only zeros on the diagonal and above
-    """Of 1 + system: from blocks of 1 to ever larger ones, as in ``_merged``. No power is taken of anything.
+    """The inverse of 1 + system, from blocks of 1 to ever larger ones: see ``_merged``. No power is taken of anything.
 
     The products are small: in full float32 they cost little. Keys that are alike would make rounding errors large.
     """
@@ -192,7 +192,7 @@ def delta_rule_in_chunks(
     spans: Spans,
     normalise: bool,
 ) -> torch.Tensor:
-    """As ``delta_rule``; in the last dimension q, k and v are contiguous, and decays are by head."""
+    """The same as ``delta_rule``. In the last dimension q, k and v are contiguous, and decays are by head."""
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[2]
     keys, values = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))

@@ -44,7 +44,7 @@ def _rounded(x, LIKE: tl.constexpr):
 
 @triton.jit
 def _gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, TYPE: tl.constexpr):
-    """Of float32 tiles whose numbers are rounded to TYPE; each operation rounds as it does on tensors of TYPE."""
+    """The gated activation of float32 tiles. Each operation rounds as it does on tensors of TYPE."""
     if LIMITED:
         gate = tl.minimum(gate, limit, propagate_nan=_ALL)
         up = tl.minimum(tl.maximum(up, -limit, propagate_nan=_ALL), limit, propagate_nan=_ALL)

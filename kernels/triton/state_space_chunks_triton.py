@@ -135,7 +135,7 @@ def state_space_in_chunks(
     softplus: bool,
     limit: tuple[float, float],
 ) -> torch.Tensor:
-    """As ``state_space``; in the last dimension x, b and c are contiguous, and so is all that is by head."""
+    """The same as ``state_space``. In the last dimension x, b and c are contiguous, and so is all that is by head."""
     tokens, heads, head_dim = x.shape
     state_dim = b.shape[2]
     rows, keys = (max(16, triton.next_power_of_2(size)) for size in (head_dim, state_dim))

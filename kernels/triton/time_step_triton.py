@@ -18,7 +18,7 @@ def softplus(x):  # any shape, float32
 
 @triton.jit
 def time_step(step, bias, SOFTPLUS: tl.constexpr):  # any shape -> the same in float32
-    """Of what a layer makes, in its dtype: each result is rounded to it, as PyTorch rounds."""
+    """The time step of what a layer makes. Each result is rounded to the layer's dtype, as PyTorch rounds."""
     TYPE: tl.constexpr = step.dtype
     step = step.to(tl.float32)
     if bias is not None:

@@ -54,7 +54,7 @@ class BeamGroup:
 
     @property
     def length(self) -> int:
-        """Of each beam, with the prompt."""
+        """Tokens of each beam, with the prompt."""
         return self.root.prompt_tokens + self.made
 
     @property

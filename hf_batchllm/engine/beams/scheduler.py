@@ -101,7 +101,7 @@ class BeamScheduler(QueueScheduler):
 
     @property
     def _rows(self) -> int:
-        """Of a step with all beams of the running groups, once their prompts have run."""
+        """How many rows a step has with all beams of the running groups, once their prompts have run."""
         return sum([self.groups[root].width for root in self.running])
 
     def finish(self, request: Request) -> None:

@@ -36,7 +36,7 @@ def own_copies(within: Sequence[torch.autocast]) -> Iterator[None]:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
-    """As `torch.cuda.graph`, but the host does not wait for the device, which goes on with earlier work.
+    """Captures like `torch.cuda.graph`, but the host does not wait for the device, which goes on with earlier work.
 
     No garbage is collected meanwhile: a capture fails when events or graphs are destroyed during it.
     """

@@ -107,7 +107,7 @@ class StepsAsGraphs:
 
     @property
     def is_steady(self) -> bool:
-        """As ``Launcher`` has it."""
+        """Whether the latest step took as long as others will: see ``Launcher``."""
         return self.graphs is None or self.graphs.is_steady
 
     @property

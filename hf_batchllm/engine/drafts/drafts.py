@@ -82,7 +82,7 @@ class Drafts:
         return self._with(step, drafts) if drafts else step
 
     def _chunks(self, drafts: dict[Request, list[int]]) -> list[Chunk]:
-        """As far as there are pages."""
+        """Each draft as a chunk, cut off where pages run out."""
         chunks = []
         for request, draft in drafts.items():
             end = self._lengthen(request, request.length + len(draft))
@@ -127,7 +127,7 @@ class Drafts:
         return lookup
 
     def _that_pay(self, rows: int, guesses: dict[Request, list[int]]) -> dict[Request, list[int]]:
-        """Of each guess as many tokens as bring more than they cost."""
+        """The tokens of each guess that bring more than they cost."""
         room = self._most_tokens - rows
         line = self._times.line()
         if line is None:  # so that it is known what they cost, beside a step without

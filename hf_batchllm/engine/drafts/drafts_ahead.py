@@ -155,7 +155,7 @@ class DraftsAhead(Drafts):
         return np.where(places <= lengths[:, None], rates[:, None] ** places, 0.0)
 
     def _best(self, rows: int, chances: np.ndarray) -> tuple[np.ndarray, float]:
-        """Of which requests tokens are guessed, one by one, for the most tokens a second; and how many these are."""
+        """The requests whose tokens are guessed, one by one, for the most tokens a second; and how many these are."""
         room = self._most_tokens - rows
         order = np.argsort(-chances, axis=None, kind="stable")[:room]
         order = order[chances.ravel()[order] > 0]
@@ -255,7 +255,7 @@ class DraftsAhead(Drafts):
         return True
 
     def _sizes_to_come(self, requests: Sequence[Request], tokens: int) -> list[int]:
-        """Of steps with drafts, smallest first. Small ones are worth a capture if many steps will be no larger.
+        """Sizes of steps with drafts, smallest first. Small ones are worth a capture if many steps will be no larger.
 
         tokens: of the first.
         """

@@ -49,7 +49,7 @@ class ScoreItem:
 
     @property
     def keys(self) -> np.ndarray:  # int32 [tokens]
-        """As ``Prompt.keys``."""
+        """What tells tokens apart: see ``Prompt.keys``."""
         return self.ids if self.images is None else self.images.keys
 
 
@@ -84,7 +84,7 @@ class ScoreInputs:
             self.items = [replace(item, key=self.adapters[item.index]) for item in self.items]
 
     def places(self) -> Iterator[Place]:
-        """Of all continuations asked for."""
+        """The places of all continuations asked for."""
         yield from ((item.index, item.choice) for item in self.items)
         yield from self.problems
 

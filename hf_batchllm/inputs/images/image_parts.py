@@ -82,7 +82,7 @@ def loaded(source: Any) -> Any:
 
 
 def digest_of(image: Any, *beside: object) -> hashlib.blake2b:
-    """Of all that a processor can see of a picture of PIL's, and of what is done with it ``beside``."""
+    """A digest of all that a processor can see of a PIL picture, and of what is done with it ``beside``."""
     colours = image.getpalette(), image.info.get("transparency")
     digest = hashlib.blake2b(f"{image.size}{image.mode}{colours!r}{beside!r}".encode(), digest_size=16)
     digest.update(image.tobytes())

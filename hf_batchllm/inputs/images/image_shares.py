@@ -140,7 +140,7 @@ def _by_runs(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Sha
 
 
 def _one_row(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
-    """Of a kind of which it is not known: all that a single row shows is taken as one."""
+    """The share of a processor that nothing is known of: all that a single row shows is taken as one."""
     if len(tokens.of_rows) != 1:
         raise UnclearImages(
             "pixel_values", f"is of several rows, and it is not known which images are of which: {INSTEAD}"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ImageTexts:
-    """Of one tokenizer.
+    """Makes texts with images into tokens, for one tokenizer.
 
     A tokenizer first looks for added tokens, and what is before and behind one does not know of each other. So a text
     that begins and ends with such tokens may be made into tokens by itself, with one of them in its place meanwhile.

@@ -39,7 +39,7 @@ class PlacedImages:
         return PromptImages(keys, shown, places, two_way)
 
     def _rope_places(self, ids: np.ndarray, at: np.ndarray, shown: Sequence[Image]) -> PromptPlaces:
-        """As the model says. ids: int32 [tokens]; at: [placeholders] where they are
+        """The places that the model itself gives. ids: int32 [tokens]; at: [placeholders] where they are
 
         Where a token stands does not depend on what follows it, so a shorter prompt has a part of a longer one's.
         """

@@ -182,7 +182,7 @@ def _unpadded(ids: np.ndarray, kept: np.ndarray) -> np.ndarray | BadPrompt:
 
 
 def _integers(value: Any) -> torch.Tensor | None:
-    """As rows; None if it is nothing of the kind."""
+    """The integers as rows; None if the value holds none."""
     try:
         tensor = torch.as_tensor(value, device=None if isinstance(value, torch.Tensor) else "cpu")
     except Exception:

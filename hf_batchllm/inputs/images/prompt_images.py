@@ -41,7 +41,7 @@ class PromptPlaces:
     behind: int  # what is added to the position of a token behind the prompt, in all three
 
     def at(self, begin: int, end: int) -> np.ndarray:  # [3, tokens]
-        """Of the tokens at positions ``[begin, end)``."""
+        """The places of the tokens at positions ``[begin, end)``."""
         length = self.of_prompt.shape[1]
         if end <= length:
             return self.of_prompt[:, begin:end]
@@ -58,7 +58,7 @@ class PromptImages:
     two_way: np.ndarray | None = None
 
     def followed_by(self, ids: np.ndarray) -> PromptImages:
-        """Of a prompt that goes on with text. ids: int32 [tokens]"""
+        """The images of a prompt that goes on with text. ids: int32 [tokens]"""
         return replace(self, keys=np.concatenate([self.keys, ids]))
 
 

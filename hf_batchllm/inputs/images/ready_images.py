@@ -33,7 +33,7 @@ class ReadyImage:
 
 
 class ReadyImages:
-    """Of the chats of one processor. ``known``: contents that need not be made again."""
+    """Images made ready for the chats of one processor. ``known``: contents that need not be made again."""
 
     def __init__(self, processor: Any, known: Container[bytes]) -> None:
         self._processor = processor

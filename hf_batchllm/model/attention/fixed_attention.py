@@ -65,7 +65,7 @@ class FixedPlan:
         return padded.reshape(-1, KEYS)
 
     def parts(self, begin: int, end: int, window: int | None, token_bytes: int) -> list[_Parts]:
-        """Of the rows [begin, end), counted from ``begin``; those of earlier positions first."""
+        """The parts of the rows [begin, end), counted from ``begin``; those of earlier positions first."""
         key = begin, window, token_bytes
         if key not in self._parts:
             self._parts[key] = self._made(begin, end, window, max(1, _GATHERED_BYTES // (KEYS * token_bytes)))

@@ -30,7 +30,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def kv_values(self) -> int:
-        """Of a token, in K and V together."""
+        """How many values a token has, in K and V together."""
         return self.kv_heads * (self.qk_dim + self.v_dim)
 
 
@@ -108,7 +108,7 @@ class KVStorage:
             ) from error
 
     def pairs(self) -> list[KVPair]:
-        """Of all layers that have run so far."""
+        """The pairs of all layers that have run so far."""
         return list(self._layers.values())
 
     def paged(self, layer: nn.Module, made_by: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ def fingerprint(
 
 
 def digests_of_whole(model: nn.Module) -> dict[str, int]:
-    """Of the weights and buffers that this process has the whole of."""
+    """Digests of the weights and buffers that this process has the whole of."""
     inner = base_model(model)
     each: dict[str, Iterable[tuple[str, torch.Tensor]]]
     each = {"weights": inner.named_parameters(), "buffers": _lasting_buffers(inner)}

@@ -109,7 +109,7 @@ def find_own_code(model: nn.Module, modules: Sequence[nn.Module], made: AsMade |
 
 
 def shortest_table(model: PreTrainedModel, own: OwnCode) -> int | None:
-    """Of tables that custom modules hold and may look positions up in; None if there are none.
+    """The rows of the shortest table that custom modules may look positions up in; None if there is none.
 
     A GPU ends the process where a position lies beyond.
     """
@@ -140,7 +140,7 @@ def _own_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any
 
 
 def _strange_places(model: nn.Module, made: AsMade) -> Iterator[int]:
-    """Of the outermost modules that the class does not make: what is inside of them is theirs."""
+    """The places of the outermost modules that the class does not make: what is inside of them is theirs."""
     strange: set[str] = set()
     for place, (path, kind) in enumerate(_places(model)):
         if path.rpartition(".")[0] in strange:

@@ -193,7 +193,7 @@ def logits_of(
 
 
 def logits_after(model: PreTrainedModel, past: int, row: Row, made_up: MadeUp) -> torch.Tensor:  # [tokens, vocabulary]
-    """As ``generate`` computes them: with a cache, in which so many tokens are."""
+    """The logits that ``generate`` computes: with a cache, in which ``past`` tokens are."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     given: dict[str, Any] = {"use_cache": True, CACHE_NAME: cache}
     if past:

@@ -94,7 +94,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:  # uint8 [bytes]
 
 
 def _rows(words: torch.Tensor) -> torch.Tensor:  # int64 [rows]
-    """Of each row a number that depends on the place of each word.
+    """A number for each row, which depends on the place of each word.
 
     In whole numbers the highest bits of two words cancel out: the signs of every second number in float32. A sum of
     float32 numbers shows these, and only these are left to it.

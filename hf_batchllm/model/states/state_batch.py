@@ -15,7 +15,7 @@ from ...planning.step import Chunk, Step
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Of each span of a step: its tokens, the slot of the state that it begins with, and the slot that it leaves."""
+    """The spans of a step: tokens of each, the slot of the state that it begins with, and the slot that it leaves."""
 
     lengths: np.ndarray  # [spans]
     source: np.ndarray  # [spans]  NO_SLOT: nothing came before
